@@ -70,7 +70,7 @@ def fetch(name: str, folder: str | os.PathLike[str], *, progress: bool = True) -
         try:
             download_url_to_file(dataset.url, str(archive), dataset.sha256, progress)
             # A zip is always unpacked below its folder, and takes no filter.
-            shutil.unpack_archive(archive, unpacked, **({} if archive.suffix == ".zip" else {"filter": "data"}))
+            shutil.unpack_archive(archive, unpacked, filter=None if archive.suffix == ".zip" else "data")
             unpacked.rename(place)
         except (OSError, HTTPException, RuntimeError) as error:  # RuntimeError: another checksum
             raise InputError(f"{dataset.url}: cannot be fetched ({error})") from error

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import csv
+import functools
 import hashlib
 import io
 import json
 import random
 import re
 import unicodedata
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +21,8 @@ from cdt_fast.listing import entries
 from cdt_fast.sequence.settings import LanguageSettings, TextDataSettings, TextSettings
 
 Row = tuple[str, Mapping[str, Any]]  # "reviews.csv, row 3", and its values by column
+# Unicode's form NFC: an é of two characters looks like that of one.
+_composed = functools.partial(unicodedata.normalize, "NFC")
 
 NLI_LABELS = ("entailment", "neutral", "contradiction")
 _NLI_COLUMNS = ("sentence1", "gold_label", "sentence2")
@@ -34,13 +37,12 @@ _REQUEST = "Write a response that appropriately completes the request."
 
 
 class Splits(NamedTuple):
-    """Samples to train on, to choose the kept model by (validation) and to evaluate on (test), and how many rows were
-    dropped, as they have no class or no answer."""
+    """Samples to train on, to choose the kept model by (validation) and to evaluate on (test)."""
 
     train: Any
     validation: Any
     test: Any
-    num_dropped: int = 0
+    num_dropped: int = 0  # rows without a class or an answer
 
 
 @dataclass(frozen=True)
@@ -159,9 +161,10 @@ def read_rows(path: Path) -> list[Row]:
         rows = [(f"{path}, entry {number}", row) for number, row in enumerate(values, 1)]
     elif suffix == ".jsonl":
         rows = [(place, parsed_json(line, place)) for place, line in lines]
+    elif suffix == ".tsv":
+        rows = _by_column(path, [(place, line.removesuffix("\r").split("\t")) for place, line in lines])
     else:
-        tsv = [(place, line.removesuffix("\r").split("\t")) for place, line in lines]
-        rows = _by_column(path, tsv if suffix == ".tsv" else _from_csv(path, text))
+        rows = _by_column(path, _from_csv(path, text))
     for place, row in rows:
         if not isinstance(row, dict):
             raise InputError(f"{place}: must be an object, got a {type(row).__name__}")
@@ -177,25 +180,24 @@ def _content(path: Path) -> str:
         raise InputError(f"{path}: cannot be read as UTF-8 text ({error})") from error
 
 
-def _from_csv(path: Path, text: str) -> Iterator[tuple[str, list[str]]]:
+def _from_csv(path: Path, text: str) -> list[tuple[str, list[str]]]:
     csv.field_size_limit(2**31 - 1)  # 131072 characters by default; there are longer texts
     # Strict: a quote that is a mere character ends in an error and not in rows that swallow the next ones.
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     try:
-        yield from ((f"{path}, line {reader.line_num}", fields) for fields in reader if fields)
+        return [(f"{path}, line {reader.line_num}", fields) for fields in reader if fields]
     except csv.Error as error:
         raise InputError(f"{path}, line {reader.line_num}: {error}") from error
 
 
-def _by_column(path: Path, table: Iterable[tuple[str, list[str]]]) -> list[Row]:
-    head, *rows = [*table] or [(str(path), [])]
-    names = [name.strip() for name in head[1]]
+def _by_column(path: Path, table: list[tuple[str, list[str]]]) -> list[Row]:
+    names = [name.strip() for name in table[0][1]] if table else []
     if len(set(names)) < len(names):
         raise InputError(f"{path}: two columns have the same name: {', '.join(names)}")
-    for place, fields in rows:
+    for place, fields in table:
         if len(fields) != len(names):
             raise InputError(f"{place}: {len(fields)} fields, expected {len(names)}; a CSV may quote fields, a TSV not")
-    return [(place, dict(zip(names, fields, strict=True))) for place, fields in rows]
+    return [(place, dict(zip(names, fields, strict=True))) for place, fields in table[1:]]
 
 
 def _text(row: Row, column: str, advice: str = "") -> str:
@@ -211,17 +213,17 @@ def _text(row: Row, column: str, advice: str = "") -> str:
     return value.strip()
 
 
-def read_table(path: Path, settings: TextDataSettings, names: Sequence[str] | None = None) -> TextData:
+def read_table(path: Path, settings: TextDataSettings) -> TextData:
     """Read texts and classes from the columns of a file: those of the settings, else MNLI's, else text and label.
 
     Raises:
-        InputError: as `read_rows`; a column is missing, a text is empty or no text, or a label is not among `names`.
+        InputError: as `read_rows`; a column is missing, or a text is empty or no text.
     """
-    rows, second = read_rows(path), settings.second_column
-    named = settings.text_column or "text", settings.label_column or "label", second
+    rows = read_rows(path)
+    named = settings.text_column or "text", settings.label_column or "label", settings.second_column
     if named == ("text", "label", None) and all(column in rows[0][1] for column in _NLI_COLUMNS):
-        return _labeled(path, rows, _NLI_COLUMNS, names or NLI_LABELS)
-    return _labeled(path, rows, named, names)
+        return _labeled(path, rows, _NLI_COLUMNS).with_names(NLI_LABELS)
+    return _labeled(path, rows, named)
 
 
 def read_imdb(folder: Path) -> TextData:
@@ -231,13 +233,11 @@ def read_imdb(folder: Path) -> TextData:
     return _labeled(folder, rows, ("text", "label", None))
 
 
-def _labeled(
-    source: Path, rows: Iterable[Row], columns: tuple[str, str, str | None], names: Sequence[str] | None = None
-) -> TextData:
+def _labeled(source: Path, rows: Iterable[Row], columns: tuple[str, str, str | None]) -> TextData:
     """Return texts, with `<br />` as a space, and classes from the columns of text, class and second text.
 
-    Without `names` the classes are in order of numbers or the alphabet, and names that differ in case are different
-    classes, but for true and false.
+    The classes are in order of numbers or the alphabet, and names that differ in case are different classes, but for
+    true and false.
     """
     text, label, second = columns
     advice = "; `cdt-fast train text` takes others by --text-column, --label-column and --second-column"
@@ -256,13 +256,15 @@ def _labeled(
                 raise InputError(f"{row[0]}: {column if value else label!r} is empty")
     if not values:
         raise InputError(f"{source}: holds no labeled text")
-    own = list({_class_of(value): value for value in sorted(values, reverse=True)}.values())
+    # Tools write true and false in several ways.
+    kinds = [value.casefold() if value.casefold() in ("true", "false") else value for value in values]
+    own = {kind: value for value, kind in sorted(zip(values, kinds, strict=True), reverse=True)}
     numeric = all(re.fullmatch(r"-?[0-9]{1,18}", name) for name in own)  # Python does not turn any digits into a number
-    own.sort(key=int if numeric else lambda name: (name.casefold(), name))
-    numbers = {_class_of(name): number for number, name in enumerate(own)}
+    order = sorted(own, key=int if numeric else lambda kind: (own[kind].casefold(), own[kind]))
+    numbers = {kind: number for number, kind in enumerate(order)}
+    classes = [numbers[kind] for kind in kinds]
     first, *pair = texts.values()
-    data = TextData(first, [numbers[_class_of(value)] for value in values], own, *pair, num_dropped=num_dropped)
-    return data if names is None else data.with_names(names)
+    return TextData(first, classes, [own[kind] for kind in order], *pair, num_dropped=num_dropped)
 
 
 def split_text(data: TextData, validation: float = 0.1, test: float = 0.1, *, seed: int = 0) -> Splits:
@@ -309,8 +311,8 @@ def _parts_of(source: Path, data: TextDataSettings) -> list[Any]:
             raise InputError(f"{source}: holds both {there[0].name} and {there[1].name}; leave one of them there")
         if not (parts or there):
             raise InputError(f"{source}: holds neither train.tsv (or .csv, .json, .jsonl) nor the folders of IMDb")
-        known = parts[0].names if parts and parts[0] else None
-        parts.append(read_table(there[0], data, known) if there else None)
+        part = read_table(there[0], data) if there else None
+        parts.append(part.with_names(parts[0].names) if part and parts and parts[0] else part)
     return parts
 
 
@@ -321,16 +323,5 @@ def _share(name: str, share: float) -> float:
 
 
 def _shuffled(values: Iterable[Any], seed: int) -> list[Any]:
-    values = list(values)
-    random.Random(seed).shuffle(values)
-    return values
-
-
-def _composed(name: str) -> str:
-    """Return the name in Unicode's form NFC: an é of two characters looks like that of one."""
-    return unicodedata.normalize("NFC", name)
-
-
-def _class_of(value: str) -> str:
-    """Return the same for values of one class: tools write true and false in several ways."""
-    return value.casefold() if value.casefold() in ("true", "false") else value
+    random.Random(seed).shuffle(shuffled := list(values))
+    return shuffled

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +27,9 @@ Weights = Tensor | Sequence[float] | None  # of the depths
 class _Network:
     """A model that reads batches of a tokenizer; the subclasses say how.
 
-    Inputs are `[fields, B, T]`, see `tokenizers`; targets are int64, `[B]` classes or `[B, T]` labels of tokens, where
-    −100 does not count.
-
-    Attributes:
-        model: the module whose weights train.
-        tokenizer: a tokenizer of transformers.
-        layers: L, the depths that are read less one.
-        padding_id: the id that fills up.
+    The weights of `model` train; `layers` is L, the depths that are read less one, and `padding_id` the id that fills
+    up. Inputs are `[fields, B, T]`, see `tokenizers`; targets are int64, `[B]` classes or `[B, T]` labels of tokens,
+    where −100 does not count.
     """
 
     def __init__(self, model: nn.Module, tokenizer: Any, layers: int) -> None:
@@ -59,9 +54,14 @@ class _Network:
     def save(self, folder: Path) -> None:
         """Write the model and its tokenizer to `folder`, in place of what is there."""
         model: Any = self.model
-        with _replaced_folder(folder) as temporary:
-            model.save_pretrained(temporary)
-            self.tokenizer.save_pretrained(temporary)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".model-", suffix=".tmp", dir=folder.parent) as temporary:
+            new = Path(temporary) / "new"
+            model.save_pretrained(new)
+            self.tokenizer.save_pretrained(new)
+            if folder.exists():
+                folder.rename(Path(temporary) / "old")
+            new.rename(folder)
 
 
 class UnrolledNetwork(_Network):
@@ -84,14 +84,8 @@ class UnrolledNetwork(_Network):
 class PretrainedNetwork(_Network):
     """A classifier or causal language model of transformers, with layer losses attached, and its tokenizer.
 
-    Args:
-        model: the model.
-        tokenizer: its tokenizer.
-        taps, options: as in `attach_layer_losses`; the last depth is among the taps.
-
-    Raises:
-        InputError: as `attach_layer_losses`, the last depth is not among the taps, or a language model does not shift
-            its labels.
+    `taps`, which end with the last depth, and `options` are as in `attach_layer_losses`, and so are the errors; also
+    refused is a language model that does not shift its labels.
     """
 
     def __init__(self, model: Any, tokenizer: Any, taps: Sequence[int] | None = None, **options: Any) -> None:
@@ -119,9 +113,7 @@ class PretrainedNetwork(_Network):
         return self.handle.depth_logits(**self._named(inputs))
 
     def _named(self, inputs: Tensor) -> dict[str, Any]:
-        """Return the arguments of the model's own forward."""
-        names = ("input_ids", "attention_mask", "token_type_ids")
-        named: dict[str, Any] = dict(zip(names, inputs.unbind(), strict=False))
+        named = dict(zip(("input_ids", "attention_mask", "token_type_ids"), inputs.unbind(), strict=False))
         return {**named, "use_cache": False} if self.handle.reads_tokens else named
 
 
@@ -134,11 +126,11 @@ def check_rows(network: Network, parts: Sequence[EncodedSamples], settings: Sequ
 
     Configurations do not say all limits of a model: it reads the longest row, and those of the largest id and type.
     """
-    rows = [row for part in parts for row in part.rows]
-    targets = [target for part in parts for target in part.targets]
-    sizes = [(row.shape[1], int(row[0].max()), int(row[2:].sum())) for row in rows]
-    chosen = {max(range(len(rows)), key=lambda index: sizes[index][column]) for column in range(3)}
-    batch = EncodedSamples(rows, targets, []).batch(sorted(chosen), network.padding_id, torch.device("cpu"))
+    samples = [(row, target) for part in parts for row, target in zip(part.rows, part.targets, strict=True)]
+    sizes = [(row.shape[1], int(row[0].max()), int(row[2:].sum())) for row, _ in samples]
+    chosen = {max(range(len(sizes)), key=lambda index: sizes[index][column]) for column in range(3)}
+    few = EncodedSamples(*map(list, zip(*(samples[index] for index in sorted(chosen)), strict=True)), counts=[])
+    batch = few.batch(range(len(chosen)), network.padding_id, torch.device("cpu"))
     try:
         with torch.random.fork_rng(devices=[]):
             network.losses(*batch, None)
@@ -167,15 +159,3 @@ def unknown_words(tokenizer: Any, held_out: Sequence[EncodedSamples], remedy: st
     if share <= _MAX_UNKNOWN:
         return None
     return f"note: {share:.0%} of the words of the validation and test texts are unknown to the vocabulary ({remedy})"
-
-
-@contextmanager
-def _replaced_folder(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder that is moved to `folder` once the block has ended as it should."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".model-", suffix=".tmp", dir=folder.parent) as name:
-        (new := Path(name) / "new").mkdir()
-        yield new
-        if folder.exists():
-            folder.rename(Path(name) / "old")
-        new.rename(folder)

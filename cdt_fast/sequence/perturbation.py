@@ -1,8 +1,7 @@
 """Gaussian noise on word embeddings, `e + γ std(e) ε` (docs/ops.md §5), drawn by place.
 
-A generator hands out its numbers in an order: a text that is padded to another length would get other noise. Here each
-number is a hash of (seed, text, token, component), by the output function of SplitMix64 (Steele, Lea, Flood 2014): the
-same however a batch is cut, padded or sharded, and on every device, up to the rounding of `erfinv`.
+Each number is a hash of (seed, text, token, component), by the output function of SplitMix64 (Steele, Lea, Flood 2014):
+the same however a batch is cut, padded or sharded, and on every device, up to the rounding of `erfinv`.
 """
 
 from __future__ import annotations
@@ -47,8 +46,8 @@ def _shifted(bits: Tensor, count: int) -> Tensor:
 class Perturbation:
     """The noise that `perturbed` puts on the word embeddings of the texts that pass.
 
-    The attributes are the arguments of `perturbed`, and `next_sample`: the number of the next text, where they are
-    counted. Set it to draw again, or to go on where a training stopped.
+    Where texts are counted, `next_sample` is the number of the next one: set it to draw again, or to go on where a
+    training stopped.
     """
 
     gamma: float

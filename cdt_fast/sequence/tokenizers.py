@@ -104,9 +104,8 @@ def encoded_instructions(
 def word_tokenizer(texts: Iterable[str], least: int = 1) -> Any:
     """Return a tokenizer of transformers by lower-case words, with inner apostrophes, and punctuation marks, in NFKC.
 
-    A character of a script without blanks (Chinese, Japanese, Thai and others) is a word. Ids are 0 for padding, 1 for
-    unknown words, 2 between the texts of a pair, then the words that occur `least` times in `texts`, most frequent
-    first.
+    A character of a script without blanks (Chinese, Japanese, Thai and others) is a word. After padding, unknown words
+    and what is between the texts of a pair come the words that occur `least` times in `texts`, most frequent first.
     """
     transformers = _transformers()
     from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
@@ -124,11 +123,10 @@ def word_tokenizer(texts: Iterable[str], least: int = 1) -> Any:
 
 
 def load_tokenizer(name: str | Path, download: bool = False) -> Any:
-    """Load the tokenizer in a folder or on the hub, with a padding token.
+    """Load the tokenizer in a folder or on the hub, with a padding token; errors are as in `from_hub`.
 
     Raises:
-        InputError: there is none, it knows no words, or has no token to fill up with.
-        MissingExtra: transformers is not installed.
+        InputError: it knows no words, or has no token to fill up with.
     """
     with from_hub(name, download) as (transformers, where):
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, **where)
