@@ -113,7 +113,8 @@ class PretrainedNetwork(_Network):
         return self.handle.depth_logits(**self._named(inputs))
 
     def _named(self, inputs: Tensor) -> dict[str, Any]:
-        named = dict(zip(("input_ids", "attention_mask", "token_type_ids"), inputs.unbind(), strict=False))
+        names = ("input_ids", "attention_mask", "token_type_ids")
+        named: dict[str, Any] = dict(zip(names, inputs.unbind(), strict=False))
         return {**named, "use_cache": False} if self.handle.reads_tokens else named
 
 

@@ -145,16 +145,13 @@ class LayerLosses:
         labels, shifted, items = (kwargs.pop(name, None) for name in ("labels", "shift_labels", "num_items_in_batch"))
         as_dict = kwargs.get("return_dict")
         kwargs["return_dict"] = True
-        if not torch.compiler.is_compiling():
-            self._follow()
+        self._follow(kwargs)
         if reads_logits:
-            self._check(kwargs)
             _, logits = self._read(kwargs, lambda head, features: [self._layout.logits(head(h)) for h in features])
             return logits[: len(self.taps)]
         shift, labels = self.shifts_labels and shifted is None, labels if shifted is None else shifted
         targets, count = targets_of(labels, self._layout.classes, shift=shift, items=items)
         weights = weights_of_depths(self.weights, len(self.taps))
-        self._check(kwargs)
         training = self.model.training
         fraction, whole_logits = (self._inner_fraction if training else 1.0), self.reads_tokens and not training
         form = functools.partial(self._losses, targets=targets, weights=weights, inner_fraction=fraction)
@@ -188,11 +185,8 @@ class LayerLosses:
     ) -> tuple[LayerwiseLosses, Tensor | None]:
         """Return the losses, sums over the labels that count, and the logits of a classifier.
 
-        Args:
-            head: the forward of the head.
-            features: what it is given at each of `taps`, and at the last depth, `[B, T, d]` or `[B, d]`.
-            targets: int64 of that shape without d.
-            weights: `[taps]`; without them the total is the last depth's.
+        `features` are what the `head` is given at each of `taps`, and at the last depth, `[B, T, d]` or `[B, d]`;
+        `targets` int64 of that shape without d. Without `weights` `[taps]` the total is the last depth's.
         """
         layout = self._layout
         for each in features:
@@ -214,28 +208,22 @@ class LayerLosses:
         losses = LayerwiseLosses(per_depth[-1] if weights is None else total, per_depth)
         return losses, None if layout.reads_tokens else head(features[-1])
 
-    def _follow(self) -> None:
-        """Find the modules anew: they may have been changed or replaced."""
-        layout = find_layout(self.model)
-        if layout == self._layout:
-            return
+    def _follow(self, arguments: dict[str, Any]) -> None:
+        """Find the modules anew, as they may have been replaced; after a change, and once, compare with the model."""
+        layout = self._layout if torch.compiler.is_compiling() else find_layout(self.model)
         if len(layout.layers) != self.layers:
             raise InputError(
                 f"this {type(self.model).__name__} had {self.layers} layers when its layer losses were attached, and "
                 f"has {len(layout.layers)} now: call remove() before that, and attach after"
             )
-        self._reader.remove()
-        self._layout, self._reader = layout, DepthReader(layout, self.taps)
-
-    def _check(self, arguments: dict[str, Any]) -> None:
-        """Compare with the model: once, and again after a change."""
+        if layout != self._layout:
+            self._reader.remove()
+            self._layout, self._reader = layout, DepthReader(layout, self.taps)
         if self._checked is not self._layout:
             check_first_forward(self._layout, self.taps, self._wrapped, self._read_few, arguments)
             self._checked = self._layout
 
-    def _read_few(
-        self, arguments: dict[str, Any], labels: Tensor, positions: Sequence[int]
-    ) -> tuple[Tensor, list[Tensor]]:
+    def _read_few(self, arguments: dict[str, Any], labels: Tensor, positions: Sequence[int]) -> Any:
         """Return the mean loss of the last depth, and the logits at some positions of `taps`."""
         targets, count = targets_of(labels, self._layout.classes, shift=self.shifts_labels)
 

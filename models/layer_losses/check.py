@@ -40,11 +40,9 @@ def check_first_forward(
     state is changed. Compared are the last depth and, of each class of layers, the first and the last depth before
     such a layer: a model that mixes depths differs at the last.
 
-    Args:
-        wrapped: the model's forward.
-        read: takes arguments, labels and positions in `taps` (−1 is the last depth, whether it is among them or not),
-            and returns the loss that is read from the last depth and the logits that are read at the positions.
-        arguments: those of the forward, without labels.
+    `wrapped` is the model's forward, and `arguments` are its own, without labels. `read` takes arguments, labels and
+    positions in `taps` (−1 is the last depth, whether it is among them or not), and returns the loss that is read from
+    the last depth and the logits that are read at the positions.
 
     Raises:
         InputError: they differ; it names the class of the model, both numbers, and the reason if it is known.

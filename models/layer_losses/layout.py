@@ -31,31 +31,18 @@ _SCALES = (("logit_scale", 1), ("lm_head_multiplier", 1), ("logits_scaling", -1)
 
 @dataclass(frozen=True)
 class Layout:
-    """The modules of a model, and how it turns the output of the last layer into a loss.
+    """The modules of a model, and how it turns the output of the last layer into a loss."""
 
-    Attributes:
-        reads_tokens: it is a causal language model, which has a label a token; else a classifier, with one a row.
-        model: the module whose forward has `labels`.
-        base: the part of it that returns hidden states.
-        layers: L modules.
-        tail: the modules that `base` applies to the output of the last layer, in this order.
-        head: the linear map to the logits, as `model` calls it.
-        classes: V, the number of its outputs.
-        scale: the factor of the logits.
-        softcap: c of `c · tanh(logits / c)`, or None.
-        shifts_labels: the target of a token is the label of the next one; else, and for a classifier, its own.
-    """
-
-    reads_tokens: bool
-    model: nn.Module
-    base: nn.Module
+    reads_tokens: bool  # a causal language model, which has a label a token; else a classifier, with one a row
+    model: nn.Module  # the module whose forward has `labels`
+    base: nn.Module  # the part of it that returns hidden states
     layers: tuple[nn.Module, ...]
-    tail: tuple[nn.Module, ...]
-    head: nn.Module
-    classes: int
-    scale: float
-    softcap: float | None
-    shifts_labels: bool
+    tail: tuple[nn.Module, ...]  # what `base` applies to the output of the last layer, in this order
+    head: nn.Module  # the linear map to the logits, as `model` calls it
+    classes: int  # V, the number of its outputs
+    scale: float  # the factor of the logits
+    softcap: float | None  # c of `c · tanh(logits / c)`
+    shifts_labels: bool  # the target of a token is the label of the next one; else, and for a classifier, its own
 
     def features(self, state: Tensor) -> Tensor:
         """Return a state as `base` returns the last one."""
@@ -139,11 +126,10 @@ def _layers(
         raise unsupported(model, "its configuration states no num_hidden_layers: it is no plain stack of layers")
     lists = [(path, layers) for path, layers in _lists(base, ()) if len(layers) == expected]
     if len(lists) != 1:
-        raise unsupported(
-            model,
+        reason = (
             f"it holds {len(lists)} lists of {expected} layers (num_hidden_layers), and which modules its depths lie "
-            "between is known for one alone",
         )
+        raise unsupported(model, reason + "between is known for one alone")
     path, layers = lists[0]
     if base is model and len(path) == 1:
         raise unsupported(model, "its layers are its own children, and not those of a base model")
@@ -151,12 +137,11 @@ def _layers(
 
 
 def _lists(module: nn.Module, path: tuple[nn.Module, ...]) -> Iterator[tuple[tuple[nn.Module, ...], nn.ModuleList]]:
-    path = (*path, module)
     for child in module.children():
         if isinstance(child, nn.ModuleList):
-            yield path, child  # lists inside of its items are experts or parts of a layer
+            yield (*path, module), child  # lists inside of its items are experts or parts of a layer
         else:
-            yield from _lists(child, path)
+            yield from _lists(child, (*path, module))
 
 
 def _head_of_language_model(model: Any) -> nn.Module:

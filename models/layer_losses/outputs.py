@@ -22,9 +22,7 @@ _KINDS: dict[type, type] = {}
 def targets_of(labels: Any, classes: int, *, shift: bool, items: Any = None) -> tuple[Tensor, Tensor]:
     """Return labels, each a class or `IGNORED`, as int64 targets of their shape, and how many count, `[]`.
 
-    Args:
-        shift: the target of a token is the label of the next one.
-        items: the number that divides the sum of the losses in place of the count.
+    With `shift` the target of a token is the label of the next one; `items` divides the losses in place of the count.
 
     Raises:
         InputError: labels are no whole numbers; or, on the CPU and not compiled, one is neither a class nor `IGNORED`,

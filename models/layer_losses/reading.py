@@ -62,9 +62,8 @@ class DepthReader:
     ) -> tuple[Any, Any]:
         """Return the output of `run`, a forward of the model without labels, and what `form` makes of the depths.
 
-        Args:
-            whole_logits: if false, a language model's output has the logits of a single token.
-            pooled: applied to what the base model of a classifier returns at the depths before the last.
+        Without `whole_logits` a language model's output has the logits of a single token. `pooled` is applied to what
+        the base model of a classifier returns at the depths before the last.
 
         Raises:
             InputError: a layer did not run, or the layers do not refine one state.
@@ -150,11 +149,8 @@ class DepthReader:
         gradient after.
         """
 
-        def call(given: list[Tensor]) -> Any:
-            return form(forward, given)
-
         precision = torch.autocast(*autocast) if autocast else contextlib.nullcontext()
-        with precision, replaced_forward(self.layout.head, call) as forward:
+        with precision, replaced_forward(self.layout.head, lambda given: form(forward, given)) as forward:
             return self.layout.head(given)
 
 
