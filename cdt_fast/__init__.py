@@ -38,26 +38,25 @@ __all__ = [
     "with_descent",
 ]
 
-# Where each public name is. Imported when it is asked for: torch alone takes a second or two, for which
+# Where the names are. Imported when they are asked for: torch alone takes a second or two, for which
 # `cdt-fast --help` need not wait.
 _PLACES = {
-    "cdt_fast": ("models", "ops"),
-    "cdt_fast.constraints.constraints": ("DescentConstraints",),
-    "cdt_fast.constraints.feasibility": ("FeasibilityReport",),
-    "cdt_fast.checks": ("InputError", "MissingExtra"),
-    "cdt_fast.integrations.lightning_callback": ("DescentCallback",),
-    "cdt_fast.integrations.transformers_trainer": ("with_descent",),
-    "cdt_fast.models.layer_losses": ("LayerLosses", "attach_layer_losses"),
-    "cdt_fast.sequence.perturbation": ("perturbed",),
+    "constraints.constraints": ("DescentConstraints",),
+    "constraints.feasibility": ("FeasibilityReport",),
+    "checks": ("InputError", "MissingExtra"),
+    "integrations.lightning_callback": ("DescentCallback",),
+    "integrations.transformers_trainer": ("with_descent",),
+    "models.layer_losses": ("LayerLosses", "attach_layer_losses"),
+    "sequence.perturbation": ("perturbed",),
 }
 
 
 def __getattr__(name: str) -> Any:
+    if name in ("models", "ops"):
+        return importlib.import_module(f"{__name__}.{name}")
     for place, names in _PLACES.items():
         if name in names:
-            inside = importlib.import_module(f"{place}.{name}" if place == "cdt_fast" else place)
-            value = globals()[name] = inside if place == "cdt_fast" else getattr(inside, name)
-            return value
+            return getattr(importlib.import_module(f"{__name__}.{place}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -20,11 +20,8 @@ class MissingExtra(ImportError):
 
 
 def printable(text: str) -> str:
-    """`text` with control characters spelled out: names of files and answers of servers must not steer a terminal."""
-    return "".join(
-        character if character.isprintable() or character in "\n\t" else character.encode("unicode_escape").decode()
-        for character in text
-    )
+    """Return `text` with control characters spelled out: names of files and answers must not steer a terminal."""
+    return "".join(char if char.isprintable() or char in "\n\t" else ascii(char)[1:-1] for char in text)
 
 
 def require(module: str, extra: str, purpose: str) -> ModuleType:
@@ -32,16 +29,15 @@ def require(module: str, extra: str, purpose: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise MissingExtra(
-            f"{purpose} needs the package '{module.split('.')[0]}', which is not installed: "
-            f"pip install 'cdt-fast[{extra}]'"
-        ) from error
+        package = module.split(".")[0]
+        message = f"{purpose} needs the package '{package}', which is not installed: pip install 'cdt-fast[{extra}]'"
+        raise MissingExtra(message) from error
 
 
 def check_number(
     name: str, value: Any, expected: str = "a finite number", holds: Callable[[float], bool] = lambda value: True
 ) -> float:
-    """`value` as a float, or InputError: it is no finite real number, or `holds` is false; `expected` says what is."""
+    """Return `value` as a float, or raise InputError: it is no finite real number, or `holds` is false."""
     if not isinstance(value, Real) or isinstance(value, bool):
         raise InputError(f"{name} must be {expected}, got {value!r} ({type(value).__name__})")
     try:
@@ -55,36 +51,36 @@ def check_number(
 
 
 def check_positive(name: str, value: Any) -> float:
-    """`value` as a float, or InputError: it is not a finite number above zero."""
+    """Return `value` as a float, or raise InputError: it is not a finite number above zero."""
     return check_number(name, value, "a finite number > 0", lambda number: number > 0)
 
 
 def check_non_negative(name: str, value: Any) -> float:
-    """`value` as a float, or InputError: it is not a finite number, zero or above."""
+    """Return `value` as a float, or raise InputError: it is not a finite number, zero or above."""
     return check_number(name, value, "a finite number >= 0", lambda number: number >= 0)
 
 
 def check_fraction(name: str, value: Any) -> float:
-    """`value` as a float, or InputError: it is not a number in [0, 1)."""
+    """Return `value` as a float, or raise InputError: it is not a number in [0, 1)."""
     return check_number(name, value, "a number in [0, 1)", lambda number: 0 <= number < 1)
 
 
 def check_integer(name: str, value: Any, least: int) -> int:
-    """`value` as an int, or InputError: it is not a whole number of at least `least`."""
+    """Return `value` as an int, or raise InputError: it is not a whole number of at least `least`."""
     if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
         raise InputError(f"{name} must be an integer >= {least}, got {value!r}")
     return int(value)
 
 
 def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> Any:
-    """`value`, or InputError: it is not one of `choices`."""
+    """Return `value`, or raise InputError: it is not one of `choices`."""
     if value not in choices:
         raise InputError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
     return value
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """The end of a message about the unknown `name`: the one of `known` that is close to it, or all of them."""
+    """Return the end of a message about the unknown `name`: the one of `known` close to it, or all of them."""
     known = list(known)
     close = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean '{close[0]}'?" if close else f"; known: {', '.join(known)}"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def as_text(rows: Sequence[Sequence[str]]) -> str:
-    """A table for a terminal: the first column to the left, the others to the right."""
+    """Return a table for a terminal: the first column to the left, the others to the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
     for number, row in enumerate(rows):
@@ -18,7 +18,7 @@ def as_text(rows: Sequence[Sequence[str]]) -> str:
 
 
 def as_markdown(rows: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown."""
+    """Return a table in Markdown."""
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     lines.insert(1, "|---" + "|---:" * (len(rows[0]) - 1) + "|")
     return "\n".join(lines)

@@ -16,8 +16,6 @@ from cdt_fast.training.interruption import Interrupted, on_signals
 
 BAD_INPUT = 2
 
-_NO_MEMORY = "out of memory; a smaller --batch needs less, with a larger --accumulate for the same steps"
-
 # What libraries say when memory is short.
 _OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "not enough memory", "ALLOC_FAILED")
 
@@ -50,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, MemoryError) and not any(words in str(error) for words in _OUT_OF_MEMORY):
             raise
-        _say(_NO_MEMORY)
+        _say("out of memory; a smaller --batch needs less, with a larger --accumulate for the same steps")
     except Interrupted as stop:
         _say(f"{stop}; continue with: {options.again}")
         return 128 + stop.signal_number
