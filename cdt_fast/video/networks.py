@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import reduce
 from pathlib import Path
@@ -43,9 +43,7 @@ def is_adaptive(model: Denoiser) -> bool:
 
 
 def known_deviation(model: Denoiser, deviation: Tensor | None, sequences: int) -> dict[str, Tensor]:
-    """Return what the methods of a model take of the noise: nothing, or its deviation for each of `sequences`, from
-    that of the windows `[b]`, which have equally many.
-    """
+    """Return what the methods of a model take of the noise: nothing, or its deviation for each sequence of a window."""
     if deviation is None or not is_adaptive(model):
         return {}
     return {"deviation": deviation.clamp(min=LEAST_DEVIATION).repeat_interleave(sequences // len(deviation))}
@@ -56,7 +54,6 @@ def build_network(settings: VideoSettings) -> Denoiser:
 
     Raises:
         InputError: the settings do not fit each other, or the pretrained ViT cannot be used.
-        MissingExtra: transformers is not installed, which a ViT needs.
     """
     model, data = settings.model, settings.data
     pixels = data.patch_frames * data.patch**2
@@ -126,11 +123,11 @@ def reconstructed(
     """Return the frames `[b, T, h, w]` of every depth up to `depth`, each the mean over shifted grids of patches.
 
     In a network for crops this mean is what the next layer starts from, and depth 0 is the input; else every grid goes
-    through the network alone.
+    through the network alone. At the borders frames are continued by their mirror image.
 
     Args:
         model, settings: the model and the settings of its run.
-        noisy: `[b, T, h, w]`; at the borders they are continued by their mirror image.
+        noisy: `[b, T, h, w]`.
         deviation: standard deviation of the noise, `[b]`, for a noise-adaptive model.
         grids: how many of them along each side; None: as in the training.
         depth: number of layers, None for all.
@@ -160,33 +157,28 @@ def reconstructed(
         moved = frames.unflatten(0, (-1, len(some))).unbind(1)
         return torch.stack([_part(part, *at, *shape) for part, at in zip(moved, some, strict=True)]).sum(0)
 
-    def means(tokens_at: Callable[[Places], list[Tensor]]) -> list[Tensor]:
-        sums = ([shown(tokens, some) for tokens in tokens_at(some)] for some in groups)
+    def begun(some: Places) -> tuple[Any, ...]:
+        tokens = cut(first, some)
+        known = known_deviation(model, deviation, len(tokens))
+        return tokens, known, model.refinement(tokens, **known) if settings.crops and isinstance(model, DUST) else None
+
+    def outputs(some: Places, level: int, given: Tensor) -> list[Tensor]:
+        tokens, known, refine = of_all or begun(some)
+        if refine:
+            return [refine(level, tokens if level == 1 else cut(given, some))]
+        return [model(tokens, depth=depth, **known)] if only_last else model.reconstructions(tokens, **known)[:stop]
+
+    def means(level: int, given: Tensor) -> list[Tensor]:
+        sums = ([shown(tokens, some) for tokens in outputs(some, level, given)] for some in groups)
         totals = reduce(lambda before, more: [a + b for a, b in zip(before, more, strict=True)], sums)
         return [total / len(places) for total in totals]
 
-    def alone(some: Places) -> list[Tensor]:
-        tokens = cut(first, some)
-        known = known_deviation(model, deviation, len(tokens))
-        return [model(tokens, depth=depth, **known)] if only_last else model.reconstructions(tokens, **known)[:stop]
-
-    def prepared(some: Places) -> tuple[Tensor, Callable[[int, Tensor], Tensor]]:
-        assert isinstance(model, DUST)
-        tokens = cut(first, some)
-        return tokens, model.refinement(tokens, **known_deviation(model, deviation, len(tokens)))
-
     first, results = whole(noisy), [noisy]
+    of_all = begun(places) if len(groups) == 1 else None
     if not settings.crops:
-        return means(alone)
-    of_all = prepared(places) if len(groups) == 1 else None
+        return means(stop - 1, first)
     for level in range(1, stop):
-        given = first if level == 1 else whole(results[-1])
-
-        def refined(some: Places, level: int = level, given: Tensor = given) -> list[Tensor]:
-            tokens, refine = of_all or prepared(some)
-            return [refine(level, tokens if given is first else cut(given, some))]
-
-        results += means(refined)
+        results += means(level, first if level == 1 else whole(results[-1]))
     return results
 
 
@@ -203,10 +195,8 @@ def _furthest(places: Places) -> list[int]:
 class ReconstructionLosses(nn.Module):
     """The losses of a model that denoises as a forward, so that the hooks of a distributed wrapper fire.
 
-    Args:
-        model: the network.
-        autocast: the dtype of the matrix products; None: that of the weights.
-        settings: of the run; for crops the losses are those of the mean over shifted grids, else of single patches.
+    They are those of the mean over shifted grids where `settings` are of crops, else of single patches. `autocast` is
+    the dtype of the matrix products, None for that of the weights.
     """
 
     def __init__(self, model: Denoiser, autocast: torch.dtype | None, settings: VideoSettings | None = None) -> None:
@@ -216,9 +206,7 @@ class ReconstructionLosses(nn.Module):
     def forward(
         self, noisy: Tensor, clean: Tensor, deviation: Tensor, weights: Tensor | Sequence[float] | None
     ) -> tuple[Tensor, Tensor]:
-        """Return `(total, per_depth)` as `DUST.layer_losses`, of what `training_input` gives and the noise's `[b]`
-        deviations.
-        """
+        """Return `(total, per_depth)` as `DUST.layer_losses`, of what `training_input` gives, and deviations `[b]`."""
         # Without autocast's cache: a copy of the weights that outlives a capture would be read at the next one.
         narrow = torch.autocast(noisy.device.type, self._autocast, cache_enabled=False) if self._autocast else None
         with narrow or nullcontext():

@@ -22,17 +22,14 @@ _GOLDEN = 0.6180339887498949
 def add_noise_by_window(
     clean: Tensor, noise: float | tuple[float, float], sigma: float, generator: torch.Generator, seeds: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """Return x = s + γ σ ε with ε ~ N(0, 1), at one level or at one that is drawn for each window.
+    """Return x = s + γ σ ε with ε ~ N(0, 1), and the standard deviation of the noise `[windows]`.
 
     Args:
         clean: s, the windows one after the other along the first dimension: frames, or the tokens of `to_patches`.
-        noise: γ, or the least and the greatest of a range, every level of which is as likely.
+        noise: γ, or the least and the greatest of a range, from which it is drawn for each window.
         sigma: σ, the unit of noise levels, in that of `clean`.
         generator: of the device of `clean`; it is seeded anew for each window.
         seeds: one a window.
-
-    Returns:
-        The noisy windows, and the standard deviation of the noise `[windows]`.
     """
     least, greatest = noise if isinstance(noise, tuple) else (noise, noise)
     noisy, deviations = [], []
@@ -59,13 +56,8 @@ def noisy_batches(
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yield all windows with noise that depends on the window alone; of a range its levels are spread evenly over them.
 
-    Args:
-        windows, noise, sigma: as in `add_noise_by_window`.
-        device, dtype: of what is yielded.
-        batch: windows at once; None: about half a million pixels of them.
-
-    Yields:
-        Frames `[b, T, h, w]` in [0, 1] with and without noise, and the standard deviation of the noise `[b]`.
+    These are frames `[b, T, h, w]` in [0, 1] with and without noise, and the standard deviation of the noise `[b]`;
+    where `batch` is None, about half a million pixels at once. See `add_noise_by_window`.
     """
     generator = torch.Generator(device)
     least, greatest = noise if isinstance(noise, tuple) else (noise, noise)
@@ -86,8 +78,7 @@ def estimated_noise(frames: Tensor) -> float:
 
         σ = median |x_{i,j} − x_{i,j+1} − x_{i+1,j} + x_{i+1,j+1}| / (2 · 0.6745)
 
-    Args:
-        frames: `[..., h, w]`; of less than two rows or columns nothing is known, 0.
+    Of frames `[..., h, w]` with less than two rows or columns it returns 0.
     """
     if min(frames.shape[-2:]) < 2:
         return 0.0

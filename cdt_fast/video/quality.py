@@ -34,10 +34,7 @@ def ssim(frames: Tensor, clean: Tensor) -> Tensor:
         SSIM = mean over windows of (2 μ_x μ_y + C₁)(2 σ_xy + C₂) / ((μ_x² + μ_y² + C₁)(σ_x² + σ_y² + C₂))
 
     with Gaussian windows of 11 x 11 pixels and deviation 1.5 that lie within the frame (smaller where a frame is), and
-    C₁ = 0.01², C₂ = 0.03².
-
-    Args:
-        frames, clean: `[b, T, h, w]`, values in [0, 1].
+    C₁ = 0.01², C₂ = 0.03², for frames `[b, T, h, w]` in [0, 1].
     """
     pair = torch.stack([frames, clean]).flatten(0, 2).unsqueeze(1)
     first, second = pair.chunk(2)
@@ -62,13 +59,7 @@ def orthonormal_dct(size: int) -> Tensor:
 
 
 def dct3d_denoise(frames: Tensor, noise_deviation: float, patch: int) -> Tensor:
-    """Threshold the three-dimensional DCT of every patch position over the window.
-
-    Args:
-        frames: `[b, T, h, w]`, h and w multiples of `patch`.
-        noise_deviation: standard deviation of the noise, in the units of `frames`.
-        patch: side of a patch in pixels.
-    """
+    """Threshold the three-dimensional DCT of every patch of frames `[b, T, h, w]`, h and w multiples of `patch`."""
     batch, time, height, width = frames.shape
     space, transform = orthonormal_dct(patch).to(frames), orthonormal_dct(time).to(frames)
     blocks = frames.view(batch, time, height // patch, patch, width // patch, patch)
@@ -100,9 +91,9 @@ BASELINES: dict[str, Callable[[Tensor, float, int], Tensor]] = {
 
 
 def continued(frames: Tensor, sides: tuple[int, int, int, int]) -> Tensor:
-    """Return frames `[b, T, h, w]` with so many columns before and after them, and rows before and after them.
+    """Return frames `[b, T, h, w]` with so many columns before and after, and rows before and after.
 
-    They are continued by their mirror image, where they are large enough for it, else by their border.
+    These are their mirror image, where they are large enough for it, else their border.
     """
     height, width = frames.shape[-2:]
     mirrored = max(sides[:2]) < width and max(sides[2:]) < height

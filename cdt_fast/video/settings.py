@@ -21,8 +21,7 @@ from cdt_fast.training.settings import (
 )
 
 _CHESSBOARD = 4  # the shifted grids along each side of which a video is by default denoised on every other one
-# What noise levels are multiples of, and the least and the greatest that can be meant: gray levels beyond rounding, and
-# standard deviations that leave something of the frames.
+# What noise levels are multiples of, and the least and the greatest that can be meant.
 _UNITS = {"crops": "gray levels of 0..255", "resized": "standard deviations of the training frames"}
 _MEANT = {"crops": (0.5, 255.0), "resized": (0.0, 5.0)}
 
@@ -95,9 +94,8 @@ class VideoSettings(RunSettings):
     @property
     def coefficients(self) -> list[float] | None:
         """As `RunSettings.coefficients`; of a denoiser depth 0, which reads the noisy input, is no exit."""
-        if self.objective == "last" or self.model.pretrained is not None:
-            return None
-        return [0.0] + [1.0] * self.model.layers
+        last = self.objective == "last" or self.model.pretrained is not None
+        return None if last else [0.0] + [1.0] * self.model.layers
 
     @property
     def untrained_depth(self) -> str:
@@ -117,11 +115,7 @@ class VideoSettings(RunSettings):
         ]
 
     def check(self) -> None:
-        """Refuse settings of the data and of the network that do not fit each other.
-
-        Raises:
-            InputError: it names the setting, what was given and what is expected.
-        """
+        """Raise InputError where settings of the data and of the network do not fit each other."""
         self.check_noise()
         data, model = self.data, self.model.model
         if self.crops and model != "dust":
@@ -156,7 +150,7 @@ class VideoSettings(RunSettings):
     def grid_places(self, grids: int | None) -> list[tuple[int, int]]:
         """Return rows and columns by which `grids²` grids of patches are moved.
 
-        None: as in the training, for crops eight grids, every other one of 4 x 4 like the squares of one color of a
+        None: as in the training, for crops every other one of 4 x 4 grids, like the squares of one color of a
         chessboard, nearly as good as all sixteen; else one grid.
         """
         chessboard, side = grids is None and self.crops, self.data.patch

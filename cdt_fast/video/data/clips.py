@@ -29,9 +29,7 @@ _MAX_WRAPPERS = 4
 
 
 class Clip(NamedTuple):
-    """A clip of a data set: its name, the path below what was asked for ("training_videos/01.avi"), where it lies, and
-    the split where the tree says so.
-    """
+    """A clip of a data set; its name is the path below what was asked for, as "training_videos/01.avi"."""
 
     name: str
     path: Path
@@ -39,10 +37,7 @@ class Clip(NamedTuple):
 
 
 def open_source(path: str | os.PathLike[str]) -> FrameSource:
-    """Open a clip: a video file, a folder of pictures, or a .npy array.
-
-    Opening checks what a look at the header shows; the rest is checked while `frames()` reads. A video is always
-    decoded from the start, in order.
+    """Open a clip, a video file, a folder of pictures or a .npy array; much of it is checked as `frames()` reads.
 
     Raises:
         InputError: the path is missing or is not a clip; the message says what was found.
@@ -52,18 +47,17 @@ def open_source(path: str | os.PathLike[str]) -> FrameSource:
     if place.is_dir():
         return Pictures(place)
     if not place.is_file():
-        missing = "is neither a file nor a folder" if place.exists() else "no such file or folder"
-        raise InputError(f"{place}: {missing}")
+        raise InputError(f"{place}: {'is neither a file nor a' if place.exists() else 'no such file or'} folder")
     if place.suffix.lower() in ARRAY_SUFFIXES:
         return FrameArray(place)
     return Pictures(place) if place.suffix.lower() in IMAGE_SUFFIXES else VideoFile(place)
 
 
 def find_clips(path: str | os.PathLike[str]) -> list[Clip]:
-    """Find the clips at `path`, in natural order, training clips first.
+    """Find the clips at `path`, in natural order, training clips first; nothing is decoded.
 
-    A file, or a folder of pictures, is one clip. Hidden files, backups (`*~`), annotations (`*_gt`, `ground_truth*`,
-    `testing_vol`, `.mat`) and every other kind of file are passed over. Nothing is decoded.
+    A file, or a folder of pictures, is one clip. Hidden files, backups, annotations (`*_gt`, `ground_truth*`,
+    `testing_vol`, `.mat`) and every other kind of file are passed over.
 
     Raises:
         InputError: the path is missing, holds no clips, or holds several data sets of which one must be chosen.

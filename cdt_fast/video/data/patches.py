@@ -13,7 +13,7 @@ _IN_ORDER = {"time": (0, 3, 5, 1, 2, 4, 6), "space": (0, 1, 3, 5, 2, 4, 6)}  # o
 
 
 def to_patches(frames: Tensor, patch: int = 16, sequence: Sequence = "time", patch_frames: int = 1) -> Tensor:
-    """Cut frames into square patches of one or several frames and line them up as sequences of tokens.
+    """Cut frames [b, T, h, w] into square patches of one or several frames, lined up as sequences of tokens.
 
     With D = `patch_frames`, t = T / D times, P = (h / patch)(w / patch) positions, row by row, and n = D patch² pixels
     a token, frame by frame and row by row:
@@ -21,14 +21,8 @@ def to_patches(frames: Tensor, patch: int = 16, sequence: Sequence = "time", pat
     - "time": [b·P, t, n], each position is one sequence over time;
     - "space": [b·t, P, n], each D frames are one sequence over their positions.
 
-    Args:
-        frames: [b, T, h, w], T a multiple of `patch_frames`, h and w multiples of `patch`.
-        patch: height and width of a patch in pixels.
-        sequence: what a sequence runs over.
-        patch_frames: frames of a patch.
-
     Raises:
-        InputError: the frames cannot be cut so.
+        InputError: T is no multiple of `patch_frames`, or h or w of `patch`.
     """
     cut, tokens = _layout(tuple(frames.shape), patch, sequence, patch_frames)
     return frames.reshape(cut).permute(_IN_ORDER[sequence]).reshape(tokens)

@@ -35,8 +35,7 @@ class Pictures(FrameSource):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self._seen: dict[str, list[str]] = {}  # notes and the files that they are about
-        if path.is_dir():
-            self.files = images(path)
+        self.files = images(path) if path.is_dir() else [path]
         if not self.files:
             suffixes = ", ".join(sorted(suffix[1:] for suffix in IMAGE_SUFFIXES))
             raise InputError(f"{path}: the folder holds no frames; expected {suffixes} files")
@@ -82,13 +81,11 @@ class Pictures(FrameSource):
             raise InputError(f"{file}: the picture cannot be read ({error})") from error
 
     def _pixels(self, image: Any, file: Path, colored: bool) -> np.ndarray:
-        pillow = require("PIL.Image", "video", "reading pictures")
         signed = image.format == "TIFF" and _SIGNED in image.tag_v2.get(_SAMPLE_FORMAT, ())
         if signed or image.mode not in _GRAY_MODES | _COLOR_MODES:
             raise InputError(
-                f"{file}: the picture has pixel mode {image.mode}{' of signed values' if signed else ''}; expected "
-                "8-bit gray or color: map the values in use to 0..255 and save it again, or save all frames as one "
-                ".npy of floats in [0, 1]"
+                f"{file}: has pixel mode {image.mode}{' of signed values' if signed else ''}, expected 8-bit gray or "
+                "color: map the values to 0..255 and save it again, or save all frames as one .npy of floats in [0, 1]"
             )
         if image.tile and ";16" in str(image.tile[0][3]):
             self._note("16-bit colors are reduced to 8 bits, with 65535 as the brightest", file)
@@ -96,6 +93,7 @@ class Pictures(FrameSource):
         # The name of a profile is in UTF-16 or ASCII.
         if (profile and b"sRGB" not in profile.replace(b"\0", b"")) or abs(gamma - _SRGB_GAMMA) > 0.01:
             self._note("colors are read as sRGB, though the file states another color space", file)
+        pillow = require("PIL.Image", "video", "reading pictures")
         picture = require("PIL.ImageOps", "video", "reading pictures").exif_transpose(image)
         if picture.has_transparency_data:
             picture = picture.convert("RGBA")
@@ -116,18 +114,18 @@ def naming_signs(files: list[Path]) -> list[str]:
     by_pattern: dict[str, list[Path]] = {}
     for file in files:
         by_pattern.setdefault(re.sub("[0-9]+", "0", file.stem.casefold()), []).append(file)
+    mixed = [group[0] for group in by_pattern.values()]  # of two sequences, where there are two
     files = max(by_pattern.values(), key=len)
     runs = [re.findall("[0-9]+", file.stem) for file in files]
     widths = [max(2, *map(len, column)) for column in zip(*runs, strict=True)]
     rows = [tuple(run.zfill(width) for run, width in zip(row, widths, strict=True)) for row in runs]
     used = next((end for end in range(1, len(widths) + 1) if len({row[:end] for row in rows}) == len(files)), None)
-    mixed = [group[0] for group in by_pattern.values()] if len(by_pattern) > 1 else []  # files of two sequences
     missing: dict[int, int] = {}
     if used is not None:
         missing = _missing(["".join(row[:used]) for row in rows])
-        restarts = [files[at : at + 2] for at in missing if rows[at][: used - 1] != rows[at + 1][: used - 1]]
-        missing, mixed = ({}, mixed or restarts[0]) if restarts else (missing, mixed)
-    elif len(files) > 1 and not mixed:
+        if restarts := [files[at : at + 2] for at in missing if rows[at][: used - 1] != rows[at + 1][: used - 1]]:
+            missing, mixed = {}, mixed if len(mixed) > 1 else restarts[0]
+    elif len(files) > 1 == len(mixed):
         mixed = next(files[at : at + 2] for at in range(len(files) - 1) if rows[at] == rows[at + 1])
     signs = []
     if missing:
@@ -136,11 +134,9 @@ def naming_signs(files: list[Path]) -> list[str]:
             f"{number} frame{' is' if number == 1 else 's are'} missing between the {len(files)} that it holds, by the "
             f"numbers in their names: {files[at + 1].name} follows {files[at].name}"
         )
-    if mixed:
-        signs.append(
-            "the file names are not one sequence; it may hold two sequences, or pictures and their masks: "
-            f"{mixed[0].name}, {mixed[1].name}"
-        )
+    if len(mixed) > 1:
+        two = f"two sequences, or pictures and their masks: {mixed[0].name}, {mixed[1].name}"
+        signs.append(f"the file names are not one sequence; it may hold {two}")
     return signs
 
 

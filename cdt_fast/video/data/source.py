@@ -20,7 +20,7 @@ class FrameSource(ABC):
     """A clip on the disk.
 
     Attributes:
-        path, files: where it lies, and what its frames come from.
+        path: where it lies.
         frame_rate: frames a second, None where the file states none (frame folders, arrays).
         notes: what is wrong with frames that were read all the same, a line each; whole once `frames` has ended.
         times: when each frame read so far is shown, in seconds; empty where the file states no times.
@@ -29,7 +29,7 @@ class FrameSource(ABC):
     """
 
     def __init__(self, path: Path) -> None:
-        self.path, self.files = path, [path]
+        self.path = path
         self.frame_rate: Fraction | None = None
         self.notes: list[str] = []
         self.times: list[Fraction] = []
@@ -79,7 +79,7 @@ class FrameArray(FrameSource):
             raise InputError(f"{path}: the array has dtype {array.dtype}; {_EXPECTED_ARRAY}")
         if not (array.ndim == 3 or (array.ndim == 4 and array.shape[3] in (1, 3))) or 0 in array.shape[1:]:
             raise InputError(f"{path}: the array has shape {list(array.shape)}; {_EXPECTED_ARRAY}")
-        require_frames(path, array.shape[0])
+        require_frames(path, len(array))
 
     def _read(self) -> Iterator[tuple[str, np.ndarray]]:
         for index, frame in enumerate(self._load()):
@@ -87,9 +87,8 @@ class FrameArray(FrameSource):
             if frame.dtype != np.uint8:
                 least, most = frame.min(), frame.max()
                 if not (least >= 0 and most <= 1):  # NaN is neither
-                    raise InputError(
-                        f"{self.path}: frame {index} has values in [{least:g}, {most:g}]; {_EXPECTED_ARRAY}"
-                    )
+                    found = f"frame {index} has values in [{least:g}, {most:g}]"
+                    raise InputError(f"{self.path}: {found}; {_EXPECTED_ARRAY}")
                 frame = np.rint(frame.astype(np.float64) * 255).astype(np.uint8)
             yield f"frame {index}", frame
 

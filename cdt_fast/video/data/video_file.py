@@ -45,8 +45,7 @@ class VideoFile(FrameSource):
         super().__init__(path)
         with self.opened() as container:
             stream = self.stream(container)
-            rate = stream.average_rate or stream.guessed_rate
-            self.frame_rate = Fraction(rate) if rate else None
+            self.frame_rate = stream.average_rate or stream.guessed_rate or None
 
     @contextmanager
     def opened(self) -> Iterator[Any]:
@@ -60,7 +59,8 @@ class VideoFile(FrameSource):
         except InputError:
             raise
         except (av.error.FFmpegError, OSError, ValueError) as error:
-            raise InputError(f"{self.path}: cannot be read as a video ({_reason(error)}); {_EXPECTED}") from error
+            reason = getattr(error, "strerror", None) or error
+            raise InputError(f"{self.path}: cannot be read as a video ({reason}); {_EXPECTED}") from error
 
     def stream(self, container: Any) -> Any:
         """Return the video of an opened file: FFmpeg's choice, never a cover picture; or raise InputError."""
@@ -69,7 +69,7 @@ class VideoFile(FrameSource):
         decodable = [s for s in container.streams.video if s.codec_context is not None and not is_cover(s)]
         if not decodable:
             raise InputError(f"{self.path}: has no video stream that can be decoded; {_EXPECTED}")
-        # Posters and previews, which FFmpeg may rate higher.
+        # Not posters and previews, which FFmpeg may rate higher.
         moving = [s for s in decodable if s.frames != 1 and s.codec_context.name not in _PICTURE_CODECS] or decodable
         best = container.streams.best("video")
         return best if best in moving else moving[0]
@@ -78,9 +78,8 @@ class VideoFile(FrameSource):
         av = require("av", "video", "reading a video file")
         self.times, self.tags, self.lost, self._first = [], {}, {}, None
         self._jumped = Fraction(0)  # seconds that later times lie further on, after the clock started anew
-        interlaced = damaged_packets = damaged_frames = 0
+        interlaced = damaged_packets = damaged_frames = others_end = 0
         due: list[Fraction] = []  # times of the packets that are to be shown
-        others_end = Fraction(0)
         with self.opened() as container:
             stream = self.stream(container)
             stream.thread_type = "AUTO"
@@ -93,7 +92,13 @@ class VideoFile(FrameSource):
                     damaged_packets += packet.is_corrupt
                     if packet.pts is not None and not packet.is_discard:
                         due.append(packet.pts * packet.time_base)
-                    for frame in _decoded(packet, lenient=not self.times):
+                    try:
+                        frames = packet.decode()
+                    except ValueError:  # invalid data; a recording of a live stream begins between two key frames
+                        if self.times:
+                            raise
+                        continue
+                    for frame in frames:
                         damaged_frames += frame.is_corrupt
                         interlaced += frame.interlaced_frame
                         self.times.append(self._time(frame, stream))
@@ -101,33 +106,31 @@ class VideoFile(FrameSource):
             except av.error.FFmpegError as error:
                 raise InputError(
                     f"{self.path}: the video is damaged or cut short: decoding fails after {len(self.times)} frames "
-                    f"({_reason(error)}); copy or download it again"
+                    f"({error.strerror}); copy or download it again"
                 ) from error
             count, marked = len(self.times), max(damaged_packets, damaged_frames)
             signs = [f"the decoder marks {marked} of {count} frames as damaged"] if marked else []
             signs += self._missing(container, stream, due, others_end)
         self.notes = [f"{self.path}: may be damaged or cut short: {sign}" for sign in signs]
         if interlaced:
-            where = f"in {interlaced} of {count} frames"
-            self.notes.append(f"{self.path}: is interlaced {where}: deinterlace it first, as with ffmpeg -vf bwdif")
+            where = f"{self.path}: is interlaced in {interlaced} of {count} frames"
+            self.notes.append(f"{where}: deinterlace it first, as with ffmpeg -vf bwdif")
 
     def _time(self, frame: Any, stream: Any) -> Fraction:
-        stamp = frame.dts if frame.pts is None else frame.pts
-        time = None if stamp is None else stamp * stream.time_base + self._jumped
-        if not self.times:
-            return time or Fraction(0)
-        following = self.times[-1] + 1 / (self.frame_rate or DEFAULT_FRAME_RATE)
-        if time is not None and time < self.times[-1] - _JUMP_SECONDS:
+        stamp, last = frame.dts if frame.pts is None else frame.pts, self.times[-1:]
+        following = last[0] + 1 / (self.frame_rate or DEFAULT_FRAME_RATE) if last else Fraction(0)
+        time = following if stamp is None else stamp * stream.time_base + self._jumped
+        if last and time < last[0] - _JUMP_SECONDS:
             self._jumped += following - time
             return following
-        return following if time is None else time
+        return time
 
-    def _missing(self, container: Any, stream: Any, due: list[Fraction], others_end: Fraction) -> Iterator[str]:
+    def _missing(self, container: Any, stream: Any, due: list[Fraction], others_end: Any) -> Iterator[str]:
         """Yield what speaks for missing frames, now that all of them have been read."""
         times, count = self.times, len(self.times)
-        if not times:
+        if count < 2:
             return
-        steps = [later - earlier for earlier, later in pairwise(times)] or [Fraction(0)]
+        steps = [later - earlier for earlier, later in pairwise(times)]
         usual = sorted(steps)[len(steps) // 2]
         even = sum(0.5 * usual < step < 1.5 * usual for step in steps) >= _EVEN_SHARE * len(steps)
         missing = sum(round(step / usual) - 1 for step in steps if step >= 1.5 * usual) if usual > 0 and even else 0
@@ -142,7 +145,7 @@ class VideoFile(FrameSource):
         if stated > count + empty:
             yield f"it holds {count} of the {stated} frames that it states"
         if not stated:
-            ends = max(times[-1] + (times[-1] - times[0]) / max(1, count - 1), others_end)
+            ends = max(times[-1] + (times[-1] - times[0]) / (count - 1), others_end)
             duration = Fraction(container.duration or 0, 10**6)
             if stream.duration is not None:
                 ends -= (stream.start_time or 0) * stream.time_base
@@ -214,18 +217,3 @@ def yuv_matrix(tag: int, height: int, width: int) -> int:
 def is_cover(stream: Any) -> bool:
     """Tell whether a stream holds a cover picture, or thumbnails of chapters."""
     return bool(stream.disposition & type(stream.disposition).attached_pic)
-
-
-def _decoded(packet: Any, lenient: bool) -> list[Any]:
-    try:
-        return packet.decode()
-    except ValueError:
-        # FFmpeg's "invalid data". Recordings of a live stream begin between two key frames, and what comes before
-        # the first picture cannot be decoded in a whole file either.
-        if lenient:
-            return []
-        raise
-
-
-def _reason(error: Exception) -> str:
-    return getattr(error, "strerror", None) or str(error)

@@ -36,12 +36,12 @@ class DecodedClip(NamedTuple):
 
     @property
     def frames_per_row(self) -> int:
-        """Return how many frames of the clip a row of `frames` is of."""
+        """Return how many frames a row of `frames` is of."""
         return self.frames.shape[3] if self.frames.ndim > 3 else 1
 
     @property
     def length(self) -> int:
-        """Return how many frames of the clip there are."""
+        """Return how many frames there are."""
         return self.frames_per_row * len(self.frames)
 
 
@@ -71,7 +71,7 @@ class Part(NamedTuple):
 
 
 class Splits(NamedTuple):
-    """The parts of each split, how they were made, and what was left out."""
+    """The parts of each split, what was divided, and what was left out."""
 
     train: list[Part]
     validation: list[Part]
@@ -190,13 +190,7 @@ class Windows:
 
 @dataclass(frozen=True)
 class VideoData:
-    """A data set ready for training.
-
-    Attributes:
-        train, validation, test: windows; no frame is in two of them.
-        sigma: the unit of noise levels, in [0, 1]: a gray level for crops, else the training frames' deviation.
-        description: what was loaded, left out, and may be damaged, in a few lines.
-    """
+    """Windows, no frame of which is in two splits; the unit of noise levels, in [0, 1]; what was loaded, in words."""
 
     train: Windows
     validation: Windows
@@ -208,13 +202,12 @@ class VideoData:
 def load_video(
     source: str | os.PathLike[str], *, window: int = 20, size: int = 160, crops: bool = False, progress: bool = True
 ) -> VideoData:
-    """Decode, pre-process and split video into windows.
+    """Decode video, cut it into crops at full resolution or make whole frames square, and split it into windows.
 
     Args:
         source: anything `find_clips` takes, or the word "demo" for the generated clip.
-        window: T, frames a window.
-        size: height and width of a frame in pixels.
-        crops: windows are crops at full resolution, not whole frames made square.
+        window, size: frames of a window, and their height and width in pixels.
+        crops: windows are crops.
         progress: show a bar on stderr while decoding.
 
     Raises:

@@ -156,7 +156,6 @@ def test_a_folder_is_read_in_natural_order(tmp_path, write_folder, moving_frames
         (folder / junk).write_bytes(b"junk")
     source = open_source(folder)
     assert source.frame_rate is None
-    assert [path.stem for path in source.files] == [str(number) for number in range(1, 12)]
     frames = list(source.frames())
     tolerance = 60 if suffix.lower().startswith("jp") else 0
     assert np.abs(np.stack(frames).astype(int) - moving_frames(11)).mean() <= tolerance
