@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from cdt_fast import cli
+from cdt_fast.training import report
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.video.settings import VideoSettings
 from tests.runs import evaluate_run, settings_of, train
@@ -78,6 +79,12 @@ def call(capsys: pytest.CaptureFixture[str]) -> Callable[..., CommandResult]:
         return CommandResult(status, captured.out, captured.err)
 
     return run
+
+
+@pytest.fixture
+def quick_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand in for the pictures where a test is about something else."""
+    monkeypatch.setattr(report, "write_pictures", lambda *_: [])
 
 
 @dataclass(frozen=True)

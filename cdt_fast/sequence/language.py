@@ -38,8 +38,11 @@ def build(settings: LanguageSettings, data: Splits, device: torch.device) -> Seq
         encoded_instructions(part, network.tokenizer, max_tokens, name)
         for part, name in zip(data[:3], Splits._fields, strict=False)
     ]
-    given, kept = len(data.train), len(samples[0])
-    left_out = f"left out, as nothing of their answers is within --max-tokens: {given - kept:,} of {given:,}"
+    given, end = len(data.train), network.tokenizer.eos_token_id
+    counts = {
+        "left out, as nothing of their answers is within --max-tokens": given - len(samples[0]),
+        "answers cut short by --max-tokens": sum(int(row[0, -1]) != end for row in samples[0].rows),
+    }
     return SequenceWorkload(
         settings,
         network,
@@ -48,7 +51,7 @@ def build(settings: LanguageSettings, data: Splits, device: torch.device) -> Seq
         description=described(settings, data, "instructions", "without an answer"),
         choices=network.vocabulary,
         lr=2e-5,
-        note=left_out if given > kept else None,
+        note="\n".join(f"{text}: {count:,} of {given:,}" for text, count in counts.items() if count) or None,
     )
 
 

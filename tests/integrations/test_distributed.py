@@ -1,4 +1,4 @@
-"""Two processes on CPUs against one: the Trainer and plain loops under DDP and FSDP2, accelerate's too; Lightning."""
+"""Two processes on CPUs against one: the Trainer under DDP and FSDP2, a loop with accelerate, Lightning."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState
-from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from cdt_fast import DescentConstraints, attach_layer_losses, with_descent
@@ -32,7 +31,7 @@ from tests.ranks import RANKS, in_ranks
 # All of it is one run of two processes: `results`.
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group(__name__)]
 
-KINDS = ("trainer", "ddp", "fsdp2", "trainer, fsdp2", "accelerate, fsdp2", "lightning")  # the last ends the group
+KINDS = ("trainer", "trainer, fsdp2", "accelerate, fsdp2", "lightning")  # the last ends the group
 SHARDED = {"fsdp_version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
 STEPS = [[0, 1, 2, 3], [4, 5, 6, 7]] * 2  # rows of an optimizer step; row i has i % 4 + 1 labels that count
 
@@ -116,28 +115,16 @@ def by_lightning(rank: int, folder: str) -> tuple[Any, Any]:
     return module.model, {"multipliers": descent.constraints.multipliers.clone()}
 
 
-def by_loop(rank: int, kind: str) -> tuple[Any, Any]:
-    model, accelerator = language_model(), None
-    wrapped: Any = model
-    if kind == "ddp":
-        wrapped = nn.parallel.DistributedDataParallel(model)
-    elif kind == "fsdp2":
-        from torch.distributed.fsdp import fully_shard
+def by_accelerate(rank: int, folder: str) -> tuple[Any, Any]:
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
-        mesh = dist.device_mesh.init_device_mesh("cpu", (RANKS,))
-        for layer in model.model.layers:
-            fully_shard(layer, mesh=mesh)
-        wrapped = fully_shard(model, mesh=mesh)
-    handle = attach_layer_losses(wrapped)
+    model = language_model()
+    handle = attach_layer_losses(model)
     constraints = DescentConstraints(handle.num_constraints, **ASCENT)
-    optimizer: Any = torch.optim.SGD(wrapped.parameters(), lr=LEARNING_RATE)
-    if kind == "accelerate, fsdp2":
-        from accelerate import Accelerator, FullyShardedDataParallelPlugin
-
-        wrap = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["LlamaDecoderLayer"]}
-        accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, **wrap))
-        wrapped, optimizer = accelerator.prepare(model, optimizer)
-        model = wrapped
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    wrap = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["LlamaDecoderLayer"]}
+    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, **wrap))
+    model, optimizer = accelerator.prepare(model, optimizer)
     data = rows()
     for step in STEPS:
         mine = step[:1] if rank == 0 else step[1:]  # one row here, three there
@@ -145,16 +132,16 @@ def by_loop(rank: int, kind: str) -> tuple[Any, Any]:
         items = (batch["labels"][:, 1:] != -100).sum()
         dist.all_reduce(items)
         handle.weights = constraints.weights()
-        output = wrapped(**batch, num_items_in_batch=items / RANKS)
-        if accelerator is None:
-            output.loss.backward()
-        else:
-            accelerator.backward(output.loss)
+        output = model(**batch, num_items_in_batch=items / RANKS)
+        accelerator.backward(output.loss)
         optimizer.step()
         optimizer.zero_grad()
         constraints.record(output.layer_losses, output.layer_loss_count)
         constraints.step()
     return model, {"multipliers": constraints.multipliers}
+
+
+WAYS = dict(zip(KINDS, (by_trainer, partial(by_trainer, sharded=True), by_accelerate, by_lightning), strict=True))
 
 
 def work(rank: int, folder: str) -> dict[str, Any]:
@@ -164,13 +151,11 @@ def work(rank: int, folder: str) -> dict[str, Any]:
             continue
         if kind == "trainer, fsdp2":
             shard_on_cpus()
-        ways = {"trainer": by_trainer, "trainer, fsdp2": partial(by_trainer, sharded=True), "lightning": by_lightning}
-        model, found = ways[kind](rank, folder) if kind in ways else by_loop(rank, kind)
-        if "accelerate" in kind or kind.startswith("trainer"):
-            AcceleratorState._reset_state()
-        assert kind in ("trainer", "ddp", "lightning") or isinstance(model, FSDPModule)
+        model, found = WAYS[kind](rank, folder)
+        AcceleratorState._reset_state()
+        assert ("fsdp2" in kind) == isinstance(model, FSDPModule)
         whole = {}
-        for name, parameter in model.named_parameters():  # pyright: ignore[reportAttributeAccessIssue]
+        for name, parameter in model.named_parameters():
             gather = getattr(parameter.detach(), "full_tensor", parameter.detach)
             whole[name.removeprefix("module.")] = gather().clone()
         results[kind] = (found, whole)

@@ -38,10 +38,6 @@ def test_square_patches_get_products_of_cosines_along_both_axes() -> None:
         assert (given - picture).abs().max() < 1e-12
 
 
-def test_the_norm_of_the_reference_dictionary() -> None:
-    assert abs(squared_spectral_norm(overcomplete_dct(256, 1024)).item() - 14.97) < 0.005
-
-
 @pytest.mark.parametrize("frames", [1, 2, 4, 8])
 @pytest.mark.parametrize("patch", [1, 3, 4, 8])
 @pytest.mark.parametrize("atoms", [0.1, 0.5, 1, 2, 4])

@@ -224,7 +224,10 @@ def test_the_share_of_a_part_that_a_file_holds_does_not_matter(tmp_path: Path) -
         load("text", tmp_path, validation=0.0, test=0.0)
     rows = [f"text {number}\t{('neutral', 'entailment')[number % 2]}\tother" for number in range(40)]
     lines = ["sentence1\tgold_label\tsentence2", *rows, "text\t-\tother"]
-    assert load("text", write(tmp_path / "pairs.tsv", "\n".join(lines) + "\n")).num_dropped == 1
+    assert load("text", write(tmp_path / "MNLI" / "train.tsv", "\n".join(lines) + "\n")).num_dropped == 1
+    write(tmp_path / "MNLI" / "dev_matched.tsv", "\n".join(lines[:3]) + "\n")
+    splits = load("text", tmp_path / "MNLI")
+    assert (splits.train.names, splits.test.labels, len(splits.train)) == (list(NLI_LABELS), [1, 0], 36)
 
 
 # Instructions

@@ -107,15 +107,6 @@ def test_the_noise_is_gamma_times_the_table_s_deviation() -> None:
         assert narrow(ids).dtype == torch.bfloat16
 
 
-def test_the_gaussian_noise_by_the_definition() -> None:
-    embedding, ids = words(3), torch.tensor([[5, 7], [9, 3]])
-    with perturbed(embedding, gamma=2.0, std=0.25, seed=11):
-        found = embedding(ids) - embedding.weight[ids]
-    places = [(text, token, component) for text in range(2) for token in range(2) for component in range(3)]
-    expected = [0.5 * written_noise(11, *place) for place in places]
-    assert found.flatten().tolist() == pytest.approx(expected, rel=1e-5)
-
-
 def draws(batches: Sequence[Tensor], **options: Any) -> list[Tensor]:
     """Return what the embeddings become, text by text, without what stands at padding."""
     embedding, found = words(4), []
@@ -197,47 +188,27 @@ def test_a_transformers_model_in_training_and_evaluation() -> None:
     assert torch.equal(bert(ids, attention_mask=ids != PAD).logits, clean)
 
 
-def test_a_text_ut_given_ids_is_perturbed_and_given_embeddings_is_not() -> None:
-    model = models.TextUT((40, 6), 3, 2)
-    ids, lengths = batch()
-    vectors, clean = model.embedding(ids), model(ids, lengths=torch.tensor(lengths))
-    with perturbed(model, gamma=1.0):
-        assert not torch.equal(model(ids, lengths=torch.tensor(lengths)), clean)
-        assert torch.equal(model(vectors, lengths=torch.tensor(lengths)), clean)
-
-
 # Evaluation
 
 
-def text_ut() -> models.TextUT:
-    torch.manual_seed(4)
-    return models.TextUT((40, 6), 3, 2).double()
-
-
-def labeled(texts: int = 30) -> tuple[Tensor, Tensor, Tensor]:
-    lengths = torch.randint(2, 9, (texts,), generator=generator(1))
-    ids = torch.randint(3, 40, (texts, 8), generator=generator(2))
-    return ids, lengths, torch.randint(0, 3, (texts,), generator=generator(3))
-
-
-def measured(network: Any, samples: EncodedSamples, gammas: list[float], gamma: float, size: int = 16) -> Any:
-    settings = TextSettings()
-    for section, name, value in (("data", "gamma", gamma), ("evaluation", "gammas", gammas)):
-        settings.set(section, name, value)
-    settings.training.batch = size
-    return measure(network, samples, settings, torch.device("cpu"), progress=False)
-
-
-def evaluated(model: models.TextUT, size: int, gammas: list[float], gamma: float = 0.0) -> dict[str, Any]:
-    cut = [ids[:length] for ids, length, _ in zip(*labeled(), strict=True)]
-    samples = EncodedSamples([torch.stack([ids, torch.ones_like(ids)]) for ids in cut], list(labeled()[2]), [1] * 30)
-    tokenizer = SimpleNamespace(pad_token_id=PAD, eos_token_id=None)
-    return measured(UnrolledNetwork(model, tokenizer), samples, gammas, gamma, size)
-
-
 def test_the_evaluation_of_a_text_ut_is_that_of_a_loop_over_texts() -> None:
-    model, (ids, lengths, labels) = text_ut(), labeled()
-    found = evaluated(model, 7, [0.0, 0.5, 2.0], 0.75)
+    torch.manual_seed(4)
+    model = models.TextUT((40, 6), 3, 2).double().train()
+    lengths = torch.randint(2, 9, (30,), generator=generator(1))
+    ids = torch.randint(3, 40, (30, 8), generator=generator(2))
+    labels = torch.randint(0, 3, (30,), generator=generator(3))
+    cut = [text[:length] for text, length in zip(ids, lengths, strict=True)]
+    samples = EncodedSamples([torch.stack([text, torch.ones_like(text)]) for text in cut], list(labels), [1] * 30)
+    settings = TextSettings()
+    for section, name, value in (
+        ("data", "gamma", 0.75),
+        ("evaluation", "gammas", [0.0, 0.5, 2.0]),
+        ("training", "batch", 7),
+    ):
+        settings.set(section, name, value)
+    network = UnrolledNetwork(model, SimpleNamespace(pad_token_id=PAD, eos_token_id=None))
+    found = measure(network, samples, settings, torch.device("cpu"), progress=False)
+    assert not model.training
     table = model.embedding.weight.detach()
     std, losses = math.sqrt(((table - table.mean()) ** 2).mean()), {}
     for gamma in (0.0, 0.5, 2.0, 0.75):
@@ -269,35 +240,6 @@ def test_the_evaluation_of_a_text_ut_is_that_of_a_loop_over_texts() -> None:
     assert found["auc"] == pytest.approx(0.25 * (accuracy[0] + accuracy[1]) + 0.75 * (accuracy[1] + accuracy[2]))
     assert (found["layers"], found["answers"], found["training_gamma"]) == (2, 30, 0.75)
     json.dumps(found, allow_nan=False)
-
-
-def test_the_evaluation_does_not_depend_on_the_batches() -> None:
-    model, gammas = text_ut().train(), [0.25 * step for step in range(9)]
-    found = evaluated(model, 30, gammas)
-    assert not model.training
-    assert found["gamma"] == gammas
-    other = evaluated(model, 8, gammas)
-    assert other["accuracy"] == found["accuracy"]
-    assert other["layer_loss"] == pytest.approx(found["layer_loss"], rel=1e-12)
-
-
-def test_an_answer_a_token_with_ignored_ones() -> None:
-    embedding = nn.Embedding.from_pretrained(torch.eye(4, dtype=torch.float64) * 3)
-    rows = [torch.tensor([[0, 1, 2], [1, 1, 1]]), torch.tensor([[3, 3, 1], [1, 1, 1]])]
-    targets = [torch.tensor([3, 0, 2]), torch.tensor([-100, 3, -100])]  # of a token the one before asks for
-    network = SimpleNamespace(
-        model=embedding,
-        layers=1,
-        padding_id=0,
-        perturbed=lambda settings, gamma: perturbed(embedding, gamma=gamma),
-        depth_logits=lambda inputs: [torch.zeros(2, 3, 4, dtype=torch.float64), embedding(inputs[0])],
-    )
-    found = measured(network, EncodedSamples(rows, targets, [2, 1]), [0.0], 0.0)
-    right, wrong = math.log(math.exp(3) + 3) - 3, math.log(math.exp(3) + 3)
-    assert (found["answers"], found["accuracy"], found["auc"]) == (3, [2 / 3], None)
-    assert found["layer_loss"] == pytest.approx([math.log(4), (2 * right + wrong) / 3])
-    expected = [(right + wrong) / 2 / math.log(4), right / math.log(4)]
-    assert found["per_sample"]["mean_ratio"] == pytest.approx(sum(expected) / 2)
 
 
 def test_statistics_leave_out_the_ratio_to_a_loss_of_zero() -> None:

@@ -52,7 +52,7 @@ def test_the_held_out_losses_are_those_of_an_eager_loop_over_answers(source: Pat
     evaluation = evaluated(run, config)
     model = transformers.AutoModelForCausalLM.from_pretrained(run.model).double().eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(run.model)
-    sums, right, count = torch.zeros(3, dtype=torch.float64), 0, 0
+    sums, ratios, right, count = torch.zeros(3, dtype=torch.float64), [], 0, 0
     for entry in load_data(config).test:
         prompt = tokenizer(entry.prompt)["input_ids"]
         ids = torch.tensor([[*prompt, *tokenizer(entry.output)["input_ids"], tokenizer.eos_token_id]])
@@ -61,14 +61,16 @@ def test_the_held_out_losses_are_those_of_an_eager_loop_over_answers(source: Pat
         # The last of transformers' hidden states is normed already.
         states = [model.model.norm(state) for state in output.hidden_states[:-1]] + [output.hidden_states[-1]]
         answer = ids[0, len(prompt) :]
-        for depth, state in enumerate(states):
-            logits = model.lm_head(state)[0, len(prompt) - 1 : -1]
-            sums[depth] += torch.nn.functional.cross_entropy(logits, answer, reduction="sum")
+        logits = torch.stack([model.lm_head(state)[0, len(prompt) - 1 : -1] for state in states])
+        losses = torch.nn.functional.cross_entropy(logits.mT, answer.expand(3, -1), reduction="none").sum(1).detach()
+        sums += losses
+        ratios += (losses[1:] / losses[:-1]).tolist()
         right += int((output.logits[0, len(prompt) - 1 : -1].argmax(-1) == answer).sum())
         count += len(answer)
     assert evaluation["answers"] == count
     assert evaluation["layer_loss"] == pytest.approx((sums / count).tolist(), rel=1e-5)
     assert evaluation["accuracy"][0] == pytest.approx(right / count)
+    assert evaluation["per_sample"]["mean_ratio"] == pytest.approx(sum(ratios) / len(ratios), rel=1e-5)
 
 
 @pytest.mark.parametrize("changes", [{}, {"layers": 5, "taps": [0, 3, 5]}, {"tied": True}])
@@ -185,6 +187,11 @@ def test_long_sequences_are_cut_and_those_without_an_answer_left_out(source: Pat
     assert trainer.workload.description.endswith("; 1 without an answer dropped")
     assert trainer.workload.note is not None
     assert f"within --max-tokens: {len(data.train) - len(short)} of {len(data.train)}" in trainer.workload.note
+    assert "cut short" not in trainer.workload.note
+    lengths = [row.shape[1] for row in trainer.workload.train.rows]
+    cut: Any = new_trainer(RunFolder(tmp_path / "cut"), settings_for(source, max_tokens=max(lengths) - 1)).workload
+    told = f"answers cut short by --max-tokens: {lengths.count(max(lengths))} of {len(data.train)}"
+    assert cut.note == f"{trainer.workload.note}\n{told}"
     inputs, targets, _ = trainer._batch([(0, 0), (1, 1)])
     assert inputs.shape[0] == 2
     assert inputs.shape[1:] == targets.shape

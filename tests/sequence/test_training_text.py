@@ -225,22 +225,6 @@ def test_words_and_embeddings_are_taken_from_a_pretrained_model(tmp_path: Path, 
     assert evaluated(run, config)["parameters"] > table_of_encoder.numel()
 
 
-def test_pairs_of_mnli_train_too(tmp_path: Path) -> None:
-    rows = ["pairID\tsentence1\tsentence2\tgold_label"]
-    labels = ("entailment", "neutral", "contradiction")
-    rows += [f'{n}\ta "quoted man {n % 7}\tit is {labels[n % 3]}\t{labels[n % 3]}' for n in range(60)]
-    (tmp_path / "MNLI").mkdir()
-    for name in ("train", "dev_matched"):
-        (tmp_path / "MNLI" / f"{name}.tsv").write_text("\n".join(rows) + "\n")
-    config = settings_for(tmp_path / "MNLI", steps=40, gamma=0.0)
-    run = trained(config, tmp_path / "run")
-    evaluation = evaluated(run, config)
-    alone = load_data(settings_for(tmp_path / "MNLI" / "train.tsv"))
-    assert len(alone.train) + len(alone.validation) + len(alone.test) == 60
-    assert evaluation["classes"] == list(labels)
-    assert evaluation["accuracy"][0] > 0.9
-
-
 def test_the_classes_of_a_checkpoint_keep_their_order(tmp_path: Path, encoder: Path) -> None:
     transformers = pytest.importorskip("transformers")
     made = tmp_path / "classifier"
