@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from cdt_fast import cli
-from cdt_fast.training import report
+from cdt_fast.cli import commands
+from cdt_fast.training import loop, report
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.video.settings import VideoSettings
 from tests.runs import evaluate_run, settings_of, train
@@ -85,6 +86,13 @@ def call(capsys: pytest.CaptureFixture[str]) -> Callable[..., CommandResult]:
 def quick_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stand in for the pictures where a test is about something else."""
     monkeypatch.setattr(report, "write_pictures", lambda *_: [])
+
+
+@pytest.fixture
+def untrained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Begin runs, and leave out their training and evaluation."""
+    monkeypatch.setattr(loop, "train", lambda *_, **__: None)
+    monkeypatch.setattr(commands, "_evaluate", lambda *_: 0)
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,7 @@ import pytest
 import torch
 
 from cdt_fast.checks import InputError
-from cdt_fast.files import read_json, read_toml
 from cdt_fast.models import load_pretrained
-from cdt_fast.sequence.data import read_rows
 from cdt_fast.training.checkpoint import load_checkpoint
 from cdt_fast.video.data import open_source
 
@@ -73,10 +71,6 @@ def write_model(path: Path, made: Planted) -> None:
         ("clip.mp4", write_pickle, open_source),
         ("state.safetensors", write_torch, load_checkpoint),
         ("state.safetensors", write_pickle, load_checkpoint),
-        ("evaluation.json", write_pickle, read_json),
-        ("config.toml", write_pickle, read_toml),
-        ("texts.jsonl", write_pickle, read_rows),
-        ("texts.csv", write_torch, read_rows),
         ("model", write_model, load_pretrained),
     ],
 )

@@ -11,7 +11,6 @@ import pytest
 import tomli_w
 
 from cdt_fast import experiments
-from cdt_fast.cli import commands
 from cdt_fast.tasks import open_run
 from cdt_fast.training import loop
 from cdt_fast.training.results import t_quantile
@@ -73,17 +72,12 @@ def test_every_run_is_trained_measured_and_compared_and_only_once(call: Call, cl
     assert {name: (out / name / "config.toml").stat().st_mtime_ns for name in RUNS} == stamps
     assert {name: weights(out / name) for name in RUNS} == before
 
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("tiny_experiment")
-def test_a_run_is_that_of_the_training_command(call: Call, clip: Path, tmp_path: Path) -> None:
-    """Whatever was trained before it in the same process."""
-    assert call("reproduce", "tiny", clip, "--out", tmp_path / "out").status == 0
-    config = tmp_path / "out" / "constrained-1" / "config.toml"
+    # A run is that of the training command, whatever was trained before it in the same process.
+    config = out / "constrained-1" / "config.toml"
     assert VideoSettings.load(config).constraints.rate == 0.25, "what a run says goes before what all share"
     alone = call("train", "video", "--config", config, "--out", tmp_path / "alone")
     assert alone.status == 0, alone
-    assert weights(tmp_path / "alone") == weights(tmp_path / "out" / "constrained-1")
+    assert weights(tmp_path / "alone") == before["constrained-1"]
 
 
 @pytest.mark.usefixtures("tiny_experiment")
@@ -185,10 +179,8 @@ _IMDB = "text aclImdb --preset paper-text-ut --validate-every 250"
     ],
 )
 def test_a_run_has_the_settings_of_the_documents(
-    call: Call, name: str, run: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    call: Call, name: str, run: str, command: str, tmp_path: Path, untrained: None
 ) -> None:
-    monkeypatch.setattr(loop, "train", lambda *_, **__: None)
-    monkeypatch.setattr(commands, "_evaluate", lambda *_: 0)
     answer = call("train", *command.split(), "--seed", 2, "--out", tmp_path / "run")
     assert answer.status == 0, answer
     _, expected = open_run(tmp_path / "run", trained=False)

@@ -134,19 +134,6 @@ def test_a_signal_and_resume_by_the_command_line_change_no_bit(source: Path, tmp
     assert logged[0] == logged[1]
 
 
-def test_a_folders_own_tokenizer_and_tied_head_are_used(source: Path, tmp_path: Path) -> None:
-    config = settings_for(source, layers=3, tied=True, steps=20)
-    run = trained(config, tmp_path / "run")
-    evaluation = evaluated(run, config)
-    assert evaluation["layers"] == 3
-    assert evaluation["vocabulary"] == 257
-    assert evaluation["layer_loss"][-1] < math.log(257) - 0.5
-    model = transformers.AutoModelForCausalLM.from_pretrained(run.model)
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert "keys_to_ignore_at_inference" not in read_json(run.model / "config.json")
-    assert transformers.AutoTokenizer.from_pretrained(run.model).eos_token == "<|end|>"
-
-
 def test_the_limits_of_a_language_model_are_told_before_training(source: Path, tmp_path: Path) -> None:
     folder = tmp_path / "gpt2"
     write_language_model(folder)
