@@ -92,7 +92,7 @@ def as_table(measurements: Sequence[Measured], at: Sequence[float] = SIGMAS) -> 
 
 
 def _piece(path: Path, window: int) -> Tensor:
-    """Return luma `[T, h, w]` in [0, 1]."""
+    """Return the luma of the middle of a clip, `[T, h, w]` in [0, 1]."""
     wanted = window * math.ceil(_FRAMES / window)
     total = sum(1 for _ in open_source(path).frames())
     if total < wanted:
@@ -128,13 +128,12 @@ def _ours(denoising: Denoising, frames: Tensor, sigma: float | None) -> Tensor:
 def _filtered(name: str, frames: Tensor, sigma: float) -> Tensor:
     """Send all frames through a filter of libavfilter."""
     av = require("av", "video", "the filters of libavfilter")
-    graph, (count, height, width) = av.filter.Graph(), frames.shape
-    source = graph.add_buffer(width=width, height=height, format="gray", time_base=Fraction(1, 25))
-    nodes = [graph.add(name, _FILTERS[name](sigma)), graph.add("buffersink")]
-    graph.link_nodes(source, *nodes).configure()
+    graph, tick, (count, height, width) = av.filter.Graph(), Fraction(1, 25), frames.shape
+    source = graph.add_buffer(width=width, height=height, format="gray", time_base=tick)
+    graph.link_nodes(source, graph.add(name, _FILTERS[name](sigma)), graph.add("buffersink")).configure()
     for number, picture in enumerate((frames * LEVELS).round().clamp(0, 255).to(torch.uint8).numpy()):
         frame = av.VideoFrame.from_ndarray(picture, format="gray")
-        frame.pts, frame.time_base = number, Fraction(1, 25)
+        frame.pts, frame.time_base = number, tick
         graph.push(frame)
     graph.push(None)
     return torch.from_numpy(np.stack([graph.pull().to_ndarray(format="gray") for _ in range(count)])) / LEVELS

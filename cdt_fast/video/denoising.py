@@ -70,8 +70,7 @@ class Denoising:
         opponent, sigma = len(planes) == 3 and self.settings.crops, self.sigma
         if opponent:
             planes = to_opponent(planes)
-            # Most files have color at half the resolution: no fine differences are left in it, while its coarse ones
-            # have the noise that they would have at full resolution.
+            # Most files have color at half the resolution, where no fine differences are left to estimate noise by.
             sigma = estimated_noise(planes[0]) * LEVELS if sigma is None else sigma
         # A plane at a time: at full size the codes of one are large enough.
         result = torch.cat([self.plane(plane.unsqueeze(0), sigma) for plane in planes])
@@ -84,10 +83,8 @@ class Denoising:
         data, deviation = self.settings.data, None
         if not isinstance(self.model, DUST):
             if any(-(-length // data.patch) * data.patch != data.size for length in frames.shape[-2:]):
-                raise InputError(
-                    f"a vit denoises frames of the size it was trained on, {data.size}x{data.size}, "
-                    f"got {frames.shape[-1]}x{frames.shape[-2]}"
-                )
+                size = f"{frames.shape[-1]}x{frames.shape[-2]}"
+                raise InputError(f"a vit denoises frames as it was trained on, {data.size}x{data.size}, got {size}")
         elif is_adaptive(self.model):
             self.found.append(estimated_noise(frames) * LEVELS if sigma is None else sigma)
             deviation = frames.new_full((1,), self.found[-1] / LEVELS)

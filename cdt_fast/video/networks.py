@@ -50,11 +50,7 @@ def known_deviation(model: Denoiser, deviation: Tensor | None, sequences: int) -
 
 
 def build_network(settings: VideoSettings) -> Denoiser:
-    """Return the untrained network that the settings describe, or a pretrained ViT.
-
-    Raises:
-        InputError: the settings do not fit each other, or the pretrained ViT cannot be used.
-    """
+    """Return the untrained network that the settings describe, or a pretrained ViT; InputError if they do not fit."""
     model, data = settings.model, settings.data
     pixels = data.patch_frames * data.patch**2
     if model.model == "vit":
@@ -64,7 +60,7 @@ def build_network(settings: VideoSettings) -> Denoiser:
             return DenoisingViT(pixels, grid, model.layers, width=model.width, heads=heads)
         vit = DenoisingViT.from_pretrained(model.pretrained, grid=grid)
         if vit.patch_size != pixels:
-            side = int(vit.patch_size**0.5)
+            side = math.isqrt(vit.patch_size)
             raise InputError(f"[data] patch must be {side}, that of the ViT in {model.pretrained}; got {data.patch}")
         return vit
     common: dict[str, Any] = {
@@ -90,11 +86,7 @@ def build_network(settings: VideoSettings) -> Denoiser:
 
 
 def load_network(folder: Path, device: str) -> Denoiser:
-    """Return the trained network of a run, on the GPU where there is one and `device` is not "cpu".
-
-    Raises:
-        InputError: the run's model cannot be read.
-    """
+    """Return the trained network of a run, on the GPU where there is one and `device` is not "cpu"."""
     model = load_pretrained(folder)
     if not isinstance(model, Denoiser):
         raise InputError(f"{folder}: holds a {type(model).__name__}, expected a model for video")
@@ -126,8 +118,7 @@ def reconstructed(
     through the network alone. At the borders frames are continued by their mirror image.
 
     Args:
-        model, settings: the model and the settings of its run.
-        noisy: `[b, T, h, w]`.
+        model, settings, noisy: the model, the settings of its run, and frames `[b, T, h, w]`.
         deviation: standard deviation of the noise, `[b]`, for a noise-adaptive model.
         grids: how many of them along each side; None: as in the training.
         depth: number of layers, None for all.
@@ -184,8 +175,8 @@ def reconstructed(
 
 def _part(frames: Tensor, top: int, left: int, height: int, width: int) -> Tensor:
     """Cut a part out of frames; the gradient of a negative pad is one operation, and that of a slice several."""
-    right, below = left + width - frames.shape[-1], top + height - frames.shape[-2]
-    return torch.nn.functional.pad(frames, (-left, right, -top, below))
+    sides = -left, left + width - frames.shape[-1], -top, top + height - frames.shape[-2]
+    return torch.nn.functional.pad(frames, sides)
 
 
 def _furthest(places: Places) -> list[int]:

@@ -119,14 +119,11 @@ class VideoSettings(RunSettings):
         self.check_noise()
         data, model = self.data, self.model.model
         if self.crops and model != "dust":
-            raise InputError(
-                f"[model] model must be dust for [data] frames crops, got {model}; the paper's whole frames are "
-                f"--preset paper-{model}"
-            )
+            instead = f"the paper's whole frames are --preset paper-{model}"
+            raise InputError(f"[model] model must be dust for [data] frames crops, got {model}; {instead}")
         if model == "vit" and data.patch_frames != 1:
-            raise InputError(
-                f"[data] patch_frames must be 1 for a vit, which sees a frame at a time, got {data.patch_frames}"
-            )
+            given = data.patch_frames
+            raise InputError(f"[data] patch_frames must be 1 for a vit, which sees a frame at a time, got {given}")
         for length, of in (("window", "patch_frames"), ("size", "patch")):
             given, unit = getattr(data, length), getattr(data, of)
             if given % unit:
@@ -143,9 +140,7 @@ class VideoSettings(RunSettings):
                     f"{other} it counts in {_UNITS[other]}"
                 )
         if self.crops and self.noise[1] == 0:
-            raise InputError(
-                "[data] gamma is 0, and a network for crops works in units of the noise: give a level above 0"
-            )
+            raise InputError("[data] gamma is 0, and a network for crops works in units of the noise: give one above 0")
 
     def grid_places(self, grids: int | None) -> list[tuple[int, int]]:
         """Return rows and columns by which `grids²` grids of patches are moved.

@@ -37,11 +37,7 @@ _ENCODING = {"crf": "16", "preset": "medium", "x264-params": "mbtree=0"}
 
 
 def check_target(target: Path, source: Path, overwrite: bool) -> None:
-    """Refuse a file that cannot be written before anything is computed.
-
-    Raises:
-        InputError: its suffix is no container's, its folder is missing, or there is something already.
-    """
+    """Raise InputError for a file that cannot be written, before anything is computed."""
     if target.suffix.lower() not in CONTAINERS:
         given = f"ends in {target.suffix}" if target.suffix else "has no suffix"
         raise InputError(f"{target}: {given}; the suffix names the container, one of {', '.join(CONTAINERS)}")

@@ -9,7 +9,11 @@ from typing import Any
 
 import av
 import numpy as np
+import torch
 
+from cdt_fast.models import DUST
+from cdt_fast.video.denoising import denoise_video
+from cdt_fast.video.settings import VideoSettings
 from tests.tiny import scrolling_clip
 
 
@@ -77,3 +81,21 @@ def tone(container: Any, codec: str, wave: np.ndarray, rate: int = 48_000, pts: 
         container.mux(stream.encode(None))
 
     return write
+
+
+class _Same(DUST):
+    """Gives every token back as it came."""
+
+    def forward(self, noisy: torch.Tensor, depth: int | None = None, *, deviation: Any = None) -> torch.Tensor:
+        return noisy
+
+
+def settings_of(**data: Any) -> VideoSettings:
+    config = VideoSettings()
+    config.update("data", {"frames": "resized", "patch": 8, "window": 8, "patch_frames": 4, **data})
+    return config
+
+
+def denoised(source: Path, target: Path) -> dict[str, Any]:
+    """What `denoise` says of a video that it gives back as it was."""
+    return denoise_video(_Same(256, 16, 1), settings_of(), source, target, progress=False)

@@ -17,22 +17,8 @@ from cdt_fast.models import DUST
 from cdt_fast.video.data import open_source
 from cdt_fast.video.denoising import denoise_video
 from cdt_fast.video.noise import estimated_noise
-from cdt_fast.video.settings import VideoSettings
 from tests.tiny import scrolling_clip
-from tests.video.clips import encode, plain, tone
-
-
-class _Same(DUST):
-    """Gives every token back as it came."""
-
-    def forward(self, noisy: torch.Tensor, depth: int | None = None, *, deviation: Any = None) -> torch.Tensor:
-        return noisy
-
-
-def settings_of(**data: Any) -> VideoSettings:
-    config = VideoSettings()
-    config.update("data", {"frames": "resized", "patch": 8, "window": 8, "patch_frames": 4, **data})
-    return config
+from tests.video.clips import denoised, encode, plain, settings_of, tone
 
 
 def recorded(path: Path, times: list[Fraction], sound: str | None = None, **settings: Any) -> Path:
@@ -59,18 +45,14 @@ def times_and_sound(path: Path) -> tuple[list[float], list[bytes]]:
         return times, [bytes(packet) for packet in container.demux(audio=0) if packet.size]
 
 
-def denoised(source: Path, target: Path, **options: Any) -> dict[str, Any]:
-    return denoise_video(_Same(256, 16, 1), settings_of(), source, target, progress=False, **options)
-
-
 EVEN = [Fraction(number, 10) for number in range(10)]
 UNEVEN = [Fraction(number, 10) + Fraction(number * number, 50) for number in range(10)]
 
 
 @pytest.mark.parametrize("suffix", [".mp4", ".mkv", ".mov"])
 @pytest.mark.parametrize("times", [EVEN, UNEVEN], ids=["even", "uneven"])
-def test_frame_times_and_sound_come_through(tmp_path: Path, suffix: str, times: list[Fraction]) -> None:
-    source = recorded(tmp_path / "in.mp4", times, "aac")
+def test_frame_times_pixel_shape_and_sound_come_through(tmp_path: Path, suffix: str, times: list[Fraction]) -> None:
+    source = recorded(tmp_path / "in.mp4", times, "aac", sample_aspect_ratio=Fraction(64, 45))
     told = denoised(source, tmp_path / f"out{suffix}")
     assert told["notes"] == []
     found, sound = times_and_sound(tmp_path / f"out{suffix}")
@@ -78,6 +60,8 @@ def test_frame_times_and_sound_come_through(tmp_path: Path, suffix: str, times: 
     assert [time - found[0] for time in found] == pytest.approx([float(time) for time in times], abs=0.002)
     assert sound
     assert sound == times_and_sound(source)[1]
+    with av.open(str(tmp_path / f"out{suffix}")) as container:
+        assert container.streams.video[0].sample_aspect_ratio == Fraction(64, 45)
 
 
 def flash_and_beep(path: Path) -> tuple[int, float, float]:
@@ -187,14 +171,6 @@ def test_a_clip_that_is_to_be_turned_or_mirrored_is_written_upright(tmp_path: Pa
     assert picture[: height // 2, : width // 2].mean() > 150
     assert max(picture[height // 2 :].mean(), picture[:, width // 2 :].mean()) < 60
     assert next(open_source(path).frames()).shape == (*shown.to_ndarray(format="gray").shape, 3)
-
-
-@pytest.mark.parametrize("suffix", [".mp4", ".mov", ".mkv"])
-def test_the_shape_of_pixels_comes_through(tmp_path: Path, suffix: str) -> None:
-    source = recorded(tmp_path / "in.mp4", EVEN, sample_aspect_ratio=Fraction(64, 45))
-    assert denoised(source, tmp_path / f"out{suffix}")["notes"] == []
-    with av.open(str(tmp_path / f"out{suffix}")) as container:
-        assert container.streams.video[0].sample_aspect_ratio == Fraction(64, 45)
 
 
 SKIN = (224, 172, 140)
@@ -326,19 +302,6 @@ def test_a_clip_may_change_its_pixel_format(tmp_path: Path, first: str, second: 
     with av.open(str(tmp_path / "out.mp4")) as container:
         colors = [int(np.ptp(frame.to_ndarray(format="rgb24")[9, 9])) for frame in container.decode(video=0)]
     assert [color > 60 for color in colors] == [pixels != "gray" for pixels in (first, second) for _ in range(3)]
-
-
-@pytest.mark.parametrize(("count", "height", "width"), [(9, 33, 47), (3, 5, 6), (2, 8, 3), (17, 1, 1)])
-def test_odd_sizes_and_clips_smaller_than_a_patch_come_back_as_they_were(
-    tmp_path: Path, count: int, height: int, width: int
-) -> None:
-    clip = scrolling_clip(count, height, width)
-    np.save(tmp_path / "in.npy", clip)
-    told = denoised(tmp_path / "in.npy", tmp_path / "out.mkv")
-    assert (told["frames"], told["height"], told["width"]) == (count, height, width)
-    with av.open(str(tmp_path / "out.mkv")) as container:
-        found = np.stack([frame.to_ndarray(format="gray") for frame in container.decode(video=0)])
-    assert np.abs(found[:, :height, :width].astype(float) - clip).mean() < 4
 
 
 def test_the_noise_is_found_from_the_frames() -> None:

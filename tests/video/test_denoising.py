@@ -68,7 +68,12 @@ def decoded(path: Path) -> tuple[np.ndarray, Fraction]:
 @pytest.mark.parametrize("suffix", CONTAINERS)
 @pytest.mark.parametrize(
     ("count", "height", "width", "rate"),
-    [(10, 32, 48, Fraction(25)), (13, 33, 47, Fraction(30000, 1001)), (3, 8, 8, Fraction(10)), (2, 5, 34, Fraction(1))],
+    [
+        (10, 32, 48, Fraction(25)),
+        (13, 33, 47, Fraction(30000, 1001)),
+        (17, 1, 1, Fraction(10)),
+        (2, 5, 34, Fraction(1)),
+    ],
 )
 def test_the_output_plays_like_the_input(
     tmp_path: Path, suffix: str, count: int, height: int, width: int, rate: Fraction

@@ -2,9 +2,8 @@
 
 Of every window of a clip some squares are kept in red, green and blue: of a few places, which depend on the window's
 number alone, the one with most detail. A third are as they are, the others of frames made two and three times smaller,
-which have more detail and faster motion, taken along a straight path, as by a camera that pans: to a network that has
-only seen what stands still, motion is noise. A sample is one plane of one crop: the luma, or one of the three
-`opponent` planes that a color video is denoised in.
+taken along a straight path, as by a camera that pans: to a network that has only seen what stands still, motion is
+noise. A sample is one plane of one crop: the luma, or one of the three `opponent` planes of a color video.
 """
 
 from __future__ import annotations
@@ -92,9 +91,7 @@ def _detail(picture: np.ndarray) -> int:
 
 
 def plane_of(crop: np.ndarray, plane: int) -> Tensor:
-    """Return float32 `[T, side, side]` in 0..255 of a crop `[3, T, side, side]`: 0 is luma, 1 to 3 are opponent planes;
-    a difference of colors is around 0.
-    """
+    """Return float32 `[T, side, side]` in 0..255 of a crop `[3, T, side, side]`: 0 is luma, 1 to 3 opponent planes."""
     weights = torch.tensor(_LUMA if plane == 0 else _OPPONENT[plane - 1])
     return torch.einsum("c,cthw->thw", weights, torch.from_numpy(np.array(crop, order="C")).to(torch.float32))
 
@@ -139,10 +136,9 @@ def luma(frame: np.ndarray) -> np.ndarray:
 
 
 def preprocess(frame: np.ndarray, size: int) -> np.ndarray:
-    """Return the luma of one frame, resized to a square: the one way from whole frames to what a model sees.
+    """Return the luma of one frame uint8 [h, w, 3] or [h, w], made a square uint8 [size, size].
 
-    Every published number rests on these pixels, so the path is pinned: a decoder's own gray conversion differs from it
-    by up to four levels. The aspect ratio is not kept; uint8 [h, w, 3] or [h, w] becomes uint8 [size, size].
+    Every published number rests on these pixels: a decoder's own gray conversion differs by up to four levels.
     """
     pixels = torch.from_numpy(luma(frame))[None, None]
     resized = torch.nn.functional.interpolate(

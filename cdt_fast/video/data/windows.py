@@ -86,10 +86,7 @@ def split_clips(clips: Sequence[DecodedClip], window: int) -> Splits:
     Clips marked "test" are the test set, and the last tenth of the others (at least one) validates. Without marks the
     last tenth of the clips tests and the tenth before validates. When that leaves a split empty, each clip is divided
     by time, in whole windows, with one left out before each held-out part, as neighboring frames are near copies.
-    Shorter clips are left out with a note.
-
-    Raises:
-        InputError: there are no training clips, or too few frames.
+    Shorter clips are left out with a note. InputError says that there are too few frames.
     """
     marked = any(clip.split == "test" for clip in clips)
     groups: list[list[Part]] = [[], []]  # whole clips: for training, and for the test alone
@@ -158,15 +155,13 @@ class Windows:
         return len(self._samples)
 
     def name(self, index: int) -> tuple[str, int]:
-        """Return the identity of a window in every run: its clip, with the number of a crop, and its first frame."""
+        """Return a window's clip, with the number of a crop, and its first frame."""
         clip, first, crop, _ = self._samples[index]
         name = self._clips[clip].name
         return f"{name}, crop {crop}" if self._cropped else name, first
 
     def batch(self, indices: Sequence[int] | Tensor) -> Tensor:
-        """Return a copy of windows `[b, T, size, size]` in 0..255: uint8, or float32 of crops, whose differences of
-        colors are around 0.
-        """
+        """Return windows `[b, T, size, size]` in 0..255: uint8, or float32 of crops (colors around 0)."""
         return torch.stack([self._frames(int(index))[:, : self.size, : self.size] for index in indices])
 
     def augmented(self, indices: Sequence[int], seeds: Sequence[int]) -> Tensor:

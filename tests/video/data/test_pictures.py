@@ -8,20 +8,15 @@ from collections.abc import Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 from PIL import Image, ImageCms
 
-from cdt_fast.cli import commands
 from cdt_fast.listing import natural_key
-from cdt_fast.models import DUST
-from cdt_fast.video import denoising, networks, task
 from cdt_fast.video.data import find_clips, load_video, open_source
 from cdt_fast.video.data.pictures import naming_signs
-from cdt_fast.video.denoising import denoise_video
-from cdt_fast.video.settings import VideoSettings
+from tests.video.clips import denoised
 
 
 def color(number: int, height: int = 16, width: int = 24) -> Image.Image:
@@ -43,16 +38,9 @@ def read(path: Path) -> tuple[list[np.ndarray], list[str]]:
     return list(source.frames()), [note.removeprefix(f"{path}: ") for note in source.notes]
 
 
-def denoise_notes(source: Path, target: Path) -> list[str]:
-    settings = VideoSettings()
-    settings.update("data", {"frames": "resized", "patch": 8, "window": 8, "patch_frames": 4})
-    written: dict[str, Any] = denoise_video(DUST(256, 16, 1), settings, source, target, depth=0, progress=False)
-    return written["notes"]
-
-
 def test_denoising_says_what_the_reader_notes(tmp_path, write_lying_video):
     path = write_lying_video(tmp_path / "clip.avi")
-    assert any(note.startswith(f"{path}: may be damaged") for note in denoise_notes(path, tmp_path / "out.mp4"))
+    assert any(note.startswith(f"{path}: may be damaged") for note in denoised(path, tmp_path / "out.mp4")["notes"])
 
 
 @pytest.mark.parametrize(
@@ -131,10 +119,14 @@ def test_signed_values_are_refused(tmp_path, refused):
     refused(tmp_path / "0.tif", "signed values", "8-bit", by=lambda: read(tmp_path))
 
 
-@pytest.mark.parametrize("name", ["a.tif", "a.webp"])
-def test_a_picture_file_that_cannot_be_read_is_no_damaged_video(tmp_path, refused, name):
-    (tmp_path / name).write_bytes(b"II*\0" + bytes(60))
-    refused(tmp_path / name, "the picture cannot be read", by=lambda: read(tmp_path / name))
+@pytest.mark.parametrize("suffix", ["png", "jpg", "tif", "webp"])
+def test_a_picture_that_cannot_be_read_is_no_damaged_video(tmp_path, write_folder, refused, suffix):
+    write_folder(tmp_path, count=4, suffix=suffix)
+    broken = tmp_path / f"2.{suffix}"
+    broken.write_bytes(broken.read_bytes()[:200])
+    refused(broken, "the picture cannot be read", by=lambda: read(tmp_path))
+    broken.write_bytes(b"II*\0" + bytes(60))
+    refused(broken, "the picture cannot be read", by=lambda: read(broken))
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
@@ -210,7 +202,7 @@ def test_a_clip_with_one_color_picture_is_a_color_clip(tmp_path, odd, colored):
     gray_one = (odd + 1) % 12 if colored else odd
     assert np.array_equal(frames[gray_one], np.asarray(gray(gray_one).convert("RGB")))
     assert notes == []
-    assert denoise_notes(folder, tmp_path / "out.mp4")[:-1] == []
+    assert denoised(folder, tmp_path / "out.mp4")["notes"] == []
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.float32])
@@ -288,15 +280,12 @@ def test_a_gap_is_said_by_training_and_denoising(tmp_path, write_folder):
     (folder / "41.png").unlink()
     note = f"{folder}: 2 frames are missing between the 78 that it holds, by the numbers in their names: "
     assert note in load_video(folder, window=8, size=16, progress=False).description
-    assert any(said.startswith(note) for said in denoise_notes(folder, tmp_path / "out.mp4"))
+    assert any(said.startswith(note) for said in denoised(folder, tmp_path / "out.mp4")["notes"])
 
 
-def test_names_in_the_notes_of_denoising_do_not_steer_the_terminal(monkeypatch, capsys):
-    written = {"notes": ["\x1b[2J.png"], "sigma": None, "frame_rate": 25.0, "depth": 1, "layers": 1}
-    written |= {"frames": 2, "width": 8, "height": 8}
-    monkeypatch.setattr(commands.tasks, "open_run", lambda _: (MagicMock(), VideoSettings()))
-    monkeypatch.setattr(networks, "load_network", lambda *_: None)
-    monkeypatch.setattr(task, "doubts", lambda *_: "")
-    monkeypatch.setattr(denoising, "denoise_video", lambda *_, **__: written)
-    commands.denoise(MagicMock(target="out.mp4", json=None))
-    assert capsys.readouterr().err == "cdt-fast: note: \\x1b[2J.png\n"
+def test_names_in_the_notes_of_denoising_do_not_steer_the_terminal(call, trained, write_folder, tmp_path):
+    folder = write_folder(tmp_path / "clip")
+    (folder / "\x1b[2J.gif").touch()
+    told = call("denoise", trained.constrained, folder, tmp_path / "out.mp4").err
+    assert "skipped (\\x1b[2J.gif; 1 files)" in told
+    assert "\x1b" not in told

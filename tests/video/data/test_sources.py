@@ -5,7 +5,6 @@ import io
 import os
 import struct
 import wave
-from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 
@@ -77,13 +76,14 @@ def test_a_video_cut_short_is_refused_or_noted(tmp_path, write_video, share, nam
         assert signs(short)
 
 
-def test_damage_in_the_middle_is_refused(tmp_path, write_video, refused):
+def test_damage_in_the_middle_is_refused(tmp_path, write_video, refused, capfd):
     path = write_video(tmp_path / "clip.mp4", count=40, codec="libx264", movflags="faststart")
     data = bytearray(path.read_bytes())
     middle = data.index(b"mdat") + (len(data) - data.index(b"mdat")) // 2
     data[middle : middle + 4000] = bytes(4000)
     path.write_bytes(data)
     refused(path, "damaged", "decoding fails after", by=lambda: read(path))
+    assert capfd.readouterr() == ("", "")  # FFmpeg's own words are not shown
 
 
 @pytest.mark.parametrize(("form", "codec"), [("m4v", "mpeg4"), ("mpegts", "mpeg2video")])
@@ -180,14 +180,6 @@ def test_a_folder_of_none_one_or_mixed_pictures_is_refused(tmp_path, write_folde
     refused(tmp_path, "frame 3.png is 20x32", "first frame is 48x32", by=lambda: read(tmp_path))
 
 
-@pytest.mark.parametrize("suffix", ["png", "jpg", "tif"])
-def test_a_broken_picture_is_refused(tmp_path, write_folder, refused, suffix):
-    write_folder(tmp_path, count=4, suffix=suffix)
-    broken = tmp_path / f"2.{suffix}"
-    broken.write_bytes(broken.read_bytes()[:200])
-    refused(broken, "cannot be read", by=lambda: read(tmp_path))
-
-
 @pytest.mark.parametrize("shape", [(5, 8, 10), (5, 8, 10, 3)])
 def test_arrays_are_read(tmp_path, shape):
     frames = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
@@ -239,15 +231,6 @@ def test_a_cut_array_is_refused(tmp_path, refused):
     np.save(tmp_path / "clip.npy", np.ones((9, 30, 30), np.uint8))
     short = cut(tmp_path / "clip.npy", 0.6)
     refused(short, "cannot be read", "expected uint8", by=lambda: open_source(short))
-
-
-def test_reading_damaged_video_prints_nothing(tmp_path, write_video: Callable[..., Path], capfd):
-    path = write_video(tmp_path / "clip.mp4", count=40, codec="libx264", movflags="faststart")
-    path.write_bytes(path.read_bytes()[:-300] + bytes(300))
-    with contextlib.suppress(InputError):
-        read(path)
-    captured = capfd.readouterr()
-    assert captured.out == captured.err == ""
 
 
 def signs(path: Path) -> list[str]:
