@@ -37,16 +37,18 @@ class SequenceEvaluation(Evaluation):
 
 @torch.no_grad()
 def measure(
-    network: Network, test: EncodedSamples, settings: SequenceSettings, device: torch.device, progress: bool = True
+    network: Network, test: EncodedSamples, settings: SequenceSettings, progress: bool = True
 ) -> dict[str, Any]:
-    """Measure accuracy over γ, and the losses of every depth, of a network on `device` with perturbed word embeddings.
+    """Measure accuracy over γ, and the losses of every depth, with perturbed word embeddings.
 
     Returns:
         Entries of `SequenceEvaluation`: `answers`, how many counted; the margin of the last depth's accuracy
         (Wilson's, for independent answers: of tokens it is too narrow); `auc`, the trapezoid of accuracy over γ.
     """
     levels, training_gamma = [float(gamma) for gamma in settings.evaluation.gammas], settings.typical_noise
-    network.model.eval()
+    use_cuda = settings.training.device != "cpu" and torch.cuda.is_available()
+    device = torch.device("cuda" if use_cuda else "cpu")
+    network.model.to(device).eval()
     gammas = dict.fromkeys((*levels, training_gamma))
     sums, correct, counts = {}, {}, torch.zeros(0)
     with progress_bar(total=len(gammas) * len(test), desc="evaluate", unit="sample", shown=progress) as bar:
@@ -71,6 +73,7 @@ def measure(
     return {
         "layers": network.layers,
         "answers": answers,
+        "test_texts": len(test),
         "gamma": levels,
         "accuracy": accuracy,
         "accuracy_margin": [_margin(fraction, answers) for fraction in accuracy],

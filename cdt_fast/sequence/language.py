@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from cdt_fast.sequence.data import Splits, load_instructions
-from cdt_fast.sequence.evaluation import SequenceEvaluation, accuracy_table
-from cdt_fast.sequence.networks import PretrainedNetwork
+from cdt_fast.sequence.data import Splits, digest, load_instructions
+from cdt_fast.sequence.evaluation import SequenceEvaluation, accuracy_table, measure
+from cdt_fast.sequence.networks import PretrainedNetwork, check_rows
 from cdt_fast.sequence.settings import LanguageModelSettings, LanguageSettings
-from cdt_fast.sequence.task import SequenceWorkload, check, described, evaluated, reported
+from cdt_fast.sequence.task import SequenceWorkload, check, described, reported
 from cdt_fast.sequence.tokenizers import encoded_instructions, load_model, load_tokenizer
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.training.task import EvaluatedRun, Report
@@ -43,22 +43,17 @@ def build(settings: LanguageSettings, data: Splits, device: torch.device) -> Seq
         "left out, as nothing of their answers is within --max-tokens": given - len(samples[0]),
         "answers cut short by --max-tokens": sum(int(row[0, -1]) != end for row in samples[0].rows),
     }
-    return SequenceWorkload(
-        settings,
-        network,
-        samples,
-        data,
-        description=described(settings, data, "instructions", "without an answer"),
-        choices=network.vocabulary,
-        lr=2e-5,
-        note="\n".join(f"{text}: {count:,} of {given:,}" for text, count in counts.items() if count) or None,
-    )
+    description = described(settings, data, "instructions", "without an answer")
+    description += "".join(f"\n{text}: {count:,} of {given:,}" for text, count in counts.items() if count)
+    return SequenceWorkload(settings, network, samples, data, description, choices=network.vocabulary, lr=2e-5)
 
 
 def evaluate(folder: RunFolder, settings: LanguageSettings, data: Splits, progress: bool = True) -> dict[str, Any]:
     network = _network(folder.model, settings.model)
     test = encoded_instructions(data.test, network.tokenizer, settings.data.max_tokens, "test")
-    return evaluated(network, test, settings, data, progress, vocabulary=network.vocabulary)
+    check_rows(network, (test,), settings)
+    measured = measure(network, test, settings, progress)
+    return {**measured, "vocabulary": network.vocabulary, "test_digest": digest(data.test)}
 
 
 def report(runs: Sequence[EvaluatedRun]) -> Report:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from cdt_fast.checks import InputError
 from cdt_fast.ops.common import explain
 from cdt_fast.sequence.data import Splits, digest
-from cdt_fast.sequence.evaluation import draw_accuracy, measure
+from cdt_fast.sequence.evaluation import draw_accuracy
 from cdt_fast.sequence.networks import Network, Weights, check_rows
 from cdt_fast.sequence.settings import SequenceSettings
 from cdt_fast.sequence.tokenizers import EncodedSamples
@@ -52,16 +52,15 @@ class SequenceWorkload:
         network: Network,
         samples: Sequence[EncodedSamples],
         data: Splits,
-        *,
         description: str,
+        *,
         choices: int,
         lr: float,
-        note: str | None = None,
     ) -> None:
         check_rows(network, samples, settings)
         training = settings.training
         self.network, self.model, self.num_constraints = network, network.model, network.layers
-        self.description, self.note, self.guess_loss = description, note, math.log(choices)
+        self.description, self.guess_loss = description, math.log(choices)
         self.train, self.validation, _ = samples
         self.training_samples = len(self.train)
         self.steps: int = training.steps or training.epochs * settings.steps_per_epoch(len(self.train))
@@ -115,18 +114,6 @@ def described(settings: SequenceSettings, data: Splits, subject: str, dropped: s
     parts = ", ".join(f"{len(part):,} {name}" for part, name in zip(data[:3], Splits._fields, strict=False))
     note = f"; {data.num_dropped:,} {dropped} dropped" if data.num_dropped else ""
     return f"{settings.data.source}: {subject}: {parts}{note}"
-
-
-def evaluated(
-    network: Network, test: EncodedSamples, settings: SequenceSettings, data: Splits, progress: bool, **facts: Any
-) -> dict[str, Any]:
-    """Return the entries of `SequenceEvaluation` but for what `training` adds; `facts` are some of them."""
-    check_rows(network, (test,), settings)
-    use_cuda = settings.training.device != "cpu" and torch.cuda.is_available()
-    device = torch.device("cuda" if use_cuda else "cpu")
-    network.model.to(device)
-    measured = measure(network, test, settings, device, progress)
-    return {**measured, **facts, "test_texts": len(test), "test_digest": digest(data.test)}
 
 
 def reported(runs: Sequence[EvaluatedRun], tables: list[Table], samples: str, sample: str) -> Report:

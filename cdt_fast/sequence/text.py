@@ -12,11 +12,11 @@ import torch
 
 from cdt_fast.checks import InputError
 from cdt_fast.models import TextUT
-from cdt_fast.sequence.data import Splits, TextData, load_texts
-from cdt_fast.sequence.evaluation import SequenceEvaluation, accuracy_table
-from cdt_fast.sequence.networks import Network, PretrainedNetwork, UnrolledNetwork, unknown_words
+from cdt_fast.sequence.data import Splits, TextData, digest, load_texts
+from cdt_fast.sequence.evaluation import SequenceEvaluation, accuracy_table, measure
+from cdt_fast.sequence.networks import Network, PretrainedNetwork, UnrolledNetwork, check_rows, unknown_words
 from cdt_fast.sequence.settings import UNROLLED, TextModelSettings, TextSettings
-from cdt_fast.sequence.task import SequenceWorkload, check, described, evaluated, reported
+from cdt_fast.sequence.task import SequenceWorkload, check, described, reported
 from cdt_fast.sequence.tokenizers import encoded_texts, from_hub, load_model, load_tokenizer, word_tokenizer
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.training.task import EvaluatedRun, Report
@@ -49,16 +49,10 @@ def build(settings: TextSettings, data: Splits, device: torch.device) -> Sequenc
     samples = [encoded_texts(part.with_names(names), network.tokenizer, settings.data.max_tokens) for part in data[:3]]
     own_words = unrolled and model.embedding is None
     remedy = "--least-count 1 takes the rare ones in" if own_words else "take another --model"
-    return SequenceWorkload(
-        settings,
-        network,
-        samples,
-        data,
-        description=description,
-        choices=len(names),
-        lr=1e-3 if unrolled else 5e-5,
-        note=unknown_words(network.tokenizer, samples[1:], remedy),
-    )
+    note = unknown_words(network.tokenizer, samples[1:], remedy)
+    description += "" if note is None else f"\n{note}"
+    lr = 1e-3 if unrolled else 5e-5
+    return SequenceWorkload(settings, network, samples, data, description, choices=len(names), lr=lr)
 
 
 def evaluate(folder: RunFolder, settings: TextSettings, data: Splits, progress: bool = True) -> dict[str, Any]:
@@ -73,7 +67,9 @@ def evaluate(folder: RunFolder, settings: TextSettings, data: Splits, progress: 
         names = _own_classes(encoder.config) or names
         network = PretrainedNetwork(encoder, tokenizer, inner_pooling=settings.model.inner_pooling)
     test = encoded_texts(data.test.with_names(names), tokenizer, settings.data.max_tokens)
-    return evaluated(network, test, settings, data, progress, classes=names)
+    check_rows(network, (test,), settings)
+    measured = measure(network, test, settings, progress)
+    return {**measured, "classes": names, "test_digest": digest(data.test)}
 
 
 def report(runs: Sequence[EvaluatedRun]) -> Report:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -47,9 +47,18 @@ def load_checkpoint(path: str | os.PathLike[str], *, run: Mapping[str, Any] | No
     """
     if not os.path.exists(path):
         raise InputError(f"{path}: there is no checkpoint yet")
-    state = _load(path)
+    tensors, words = load_tensors(path)
+    if words.get("format") != _FORMAT:
+        raise InputError(
+            f"{path}: is no checkpoint of this version; the git tag full (commit 1178e39) reads those of earlier ones"
+        )
+    document = parsed_json(words.get("state", ""), str(path))
+    try:
+        state = {**_decoded(document, tensors)}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise InputError(f"{path}: is damaged ({type(error).__name__}: {error})") from error
     if run is not None:
-        _check_training_state(path, state, run)
+        _check_training_state(path, state["run"], run, tensors)
     return state
 
 
@@ -71,38 +80,20 @@ def run_identity(settings: Any) -> dict[str, Any]:
     }
 
 
-def _check_training_state(path: str | os.PathLike[str], state: Mapping[str, Any], run: Mapping[str, Any]) -> None:
+def _check_training_state(
+    path: str | os.PathLike[str], saved: Mapping[str, Any], run: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> None:
     for name, here in run.items():
-        there = state["run"].get(name)
+        there = saved.get(name)
         if there != here:
             raise InputError(
                 f"{path}: is of another run, or does not fit config.toml: {name} was {shown(there)}, is {shown(here)}"
             )
-    for part in ("model", "optimizer", "constraints"):
-        for name, tensor in _tensors(state[part], part):
-            if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-                raise InputError(f"{path}: holds NaN or infinity in {name}; train again, with a lower --lr")
-
-
-def _load(path: str | os.PathLike[str]) -> dict[str, Any]:
-    tensors, words = load_tensors(path)
-    if words.get("format") != _FORMAT:
-        raise InputError(
-            f"{path}: is no checkpoint of this version; the git tag full (commit 1178e39) reads those of earlier ones"
-        )
-    document = parsed_json(words.get("state", ""), str(path))
-    try:
-        return {**_decoded(document, tensors)}
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise InputError(f"{path}: is damaged ({type(error).__name__}: {error})") from error
-
-
-def _tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(value, Tensor):
-        yield name, value
-    elif isinstance(value, dict | list):
-        for key, entry in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _tensors(entry, f"{name}.{key}")
+    for key, tensor in tensors.items():
+        name = key.partition(".")[2]  # see `_encoded`
+        kept = name.startswith(("model.", "optimizer.", "constraints."))
+        if kept and tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            raise InputError(f"{path}: holds NaN or infinity in {name}; train again, with a lower --lr")
 
 
 def _encoded(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:

@@ -124,8 +124,6 @@ class Trainer:
     def notes(self) -> list[str]:
         """Return what the user should know before the training starts or resumes."""
         notes = [self.workload.description, self.execution.describe(self.workload)]
-        if self.workload.note is not None:
-            notes.append(self.workload.note)
         steps, warmup = self.workload.steps, self.warmup_steps
         if self.step:
             notes.append(f"resumes after step {self.step:,} of {steps:,}")

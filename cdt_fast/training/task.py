@@ -54,8 +54,7 @@ class Workload(Protocol):
     training_samples: int
     lr: float
     steps: int  # optimizer steps of the whole training
-    description: str  # of the data, in a line or two
-    note: str | None  # what the user should know before the training starts
+    description: str  # of the data, in a few lines, with what the user should know of them
     guess_loss: float | None  # of a guess among the classes or tokens; None: the task has no such answers
     identity: dict[str, Any]  # by which a resumed run knows its data again
 

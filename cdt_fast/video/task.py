@@ -60,7 +60,6 @@ class VideoWorkload:
         device: where the noise is drawn.
     """
 
-    note: str | None = None
     guess_loss: float | None = None
 
     def __init__(self, settings: VideoSettings, data: VideoData, device: torch.device) -> None:

@@ -204,10 +204,11 @@ def test_the_evaluation_of_a_text_ut_is_that_of_a_loop_over_texts() -> None:
         ("data", "gamma", 0.75),
         ("evaluation", "gammas", [0.0, 0.5, 2.0]),
         ("training", "batch", 7),
+        ("training", "device", "cpu"),
     ):
         settings.set(section, name, value)
     network = UnrolledNetwork(model, SimpleNamespace(pad_token_id=PAD, eos_token_id=None))
-    found = measure(network, samples, settings, torch.device("cpu"), progress=False)
+    found = measure(network, samples, settings, progress=False)
     assert not model.training
     table = model.embedding.weight.detach()
     std, losses = math.sqrt(((table - table.mean()) ** 2).mean()), {}

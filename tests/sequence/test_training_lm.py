@@ -171,14 +171,14 @@ def test_long_sequences_are_cut_and_those_without_an_answer_left_out(source: Pat
     trainer = new_trainer(run, config)
     short = [entry for entry in data.train if "please" not in entry.instruction]
     assert trainer.workload.training_samples == len(short) < len(data.train)
-    assert trainer.workload.description.endswith("; 1 without an answer dropped")
-    assert trainer.workload.note is not None
-    assert f"within --max-tokens: {len(data.train) - len(short)} of {len(data.train)}" in trainer.workload.note
-    assert "cut short" not in trainer.workload.note
-    lengths = [row.shape[1] for row in trainer.workload.train.rows]
+    workload: Any = trainer.workload
+    left_out = f"within --max-tokens: {len(data.train) - len(short)} of {len(data.train)}"
+    assert "; 1 without an answer dropped\n" in workload.description
+    assert workload.description.endswith(left_out)
+    lengths = [row.shape[1] for row in workload.train.rows]
     cut: Any = new_trainer(RunFolder(tmp_path / "cut"), settings_for(source, max_tokens=max(lengths) - 1)).workload
     told = f"answers cut short by --max-tokens: {lengths.count(max(lengths))} of {len(data.train)}"
-    assert cut.note == f"{trainer.workload.note}\n{told}"
+    assert cut.description == f"{workload.description}\n{told}"
     inputs, targets, _ = trainer._batch([(0, 0), (1, 1)])
     assert inputs.shape[0] == 2
     assert inputs.shape[1:] == targets.shape

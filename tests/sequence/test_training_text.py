@@ -212,8 +212,8 @@ def test_words_that_are_unknown_are_told(tmp_path: Path, least: int, told: bool)
     source = tmp_path / "texts.tsv"
     rows = [f"word{number // 2} thing{number // 2} film\t{number % 2}" for number in range(80)]
     source.write_text("text\tlabel\n" + "\n".join(rows))
-    note = new_trainer(RunFolder(tmp_path / "run"), settings_for(source, least_count=least)).workload.note
-    assert (note is not None and "67% of the words of the validation and test texts are unknown" in note) == told
+    notes = new_trainer(RunFolder(tmp_path / "run"), settings_for(source, least_count=least)).notes()
+    assert ("67% of the words of the validation and test texts are unknown" in notes[0]) == told
 
 
 def test_words_and_embeddings_are_taken_from_a_pretrained_model(tmp_path: Path, encoder: Path) -> None:
