@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 
 from cdt_fast.tasks import TASKS, task_of
 from cdt_fast.training import evaluation, loop
+from cdt_fast.training.checkpoint import load_checkpoint
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.training.settings import RunSettings
 from cdt_fast.training.task import EvaluatedRun
@@ -58,3 +60,24 @@ def evaluate_run(run: RunFolder, settings: RunSettings) -> EvaluatedRun:
 def evaluated(run: RunFolder, settings: RunSettings) -> dict[str, Any]:
     """What `evaluation.json` holds of a run."""
     return evaluate_run(run, settings).evaluation.model_dump(mode="json")
+
+
+def assert_same_runs(run: RunFolder, expected: RunFolder) -> None:
+    """Require the same checkpoint, kept model and log, but for what tells the time, bit for bit, and nothing beside."""
+    states = [_flat(load_checkpoint(one.checkpoint)) for one in (run, expected)]
+    assert states[0] == states[1]
+    for path in sorted(expected.model.iterdir()):
+        assert (run.model / path.name).read_bytes() == path.read_bytes(), path.name
+    logs = [
+        [{name: value for name, value in entry.items() if not name.endswith("_per_second")} for entry in one]
+        for one in (run.read_metrics(), expected.read_metrics())
+    ]
+    assert logs[0] == logs[1]
+    assert not [path for path in run.path.rglob(".*") if path.is_file()]
+
+
+def _flat(value: Any, where: str = "") -> dict[str, Any]:
+    if not isinstance(value, dict | list):
+        return {where: (value.dtype, value.tolist()) if isinstance(value, torch.Tensor) else value}
+    entries = value.items() if isinstance(value, dict) else enumerate(value)
+    return {name: one for key, entry in entries for name, one in _flat(entry, f"{where}.{key}").items()}

@@ -6,11 +6,10 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 import cdt_fast
@@ -20,7 +19,7 @@ from cdt_fast.tasks import open_run
 from cdt_fast.training.checkpoint import load_checkpoint, save_checkpoint
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.video.settings import VideoSettings
-from tests.tiny import scrolling_clip, tiny_arguments
+from tests.tiny import tiny_arguments
 
 Call = Callable[..., Any]
 
@@ -131,27 +130,6 @@ def test_a_wrong_call_is_one_line_and_leaves_nothing(
     for fact in facts:
         assert fact in line
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
-
-
-def videos(folder: Path) -> Iterator[tuple[Path, str]]:
-    """What cannot be trained on, and what the message must say."""
-    (folder / "empty.mp4").touch()
-    yield folder / "empty.mp4", "cannot be read as a video"
-    (folder / "no images").mkdir()
-    yield folder / "no images", "no clips found"
-    np.save(folder / "short.npy", scrolling_clip()[:12])
-    yield folder / "short.npy", "has 12 frames"
-    np.save(folder / "flat.npy", np.full((60, 32, 32), 7, dtype=np.uint8))
-    yield folder / "flat.npy", "flat gray"
-
-
-def test_unusable_frames_are_one_line_and_leave_no_run(call: Call, tmp_path: Path) -> None:
-    (tmp_path / "clips").mkdir()
-    for path, fact in videos(tmp_path / "clips"):
-        line = call("train", "video", path, "--out", tmp_path / "run", *tiny_arguments()).line()
-        assert fact in line
-        assert path.name in line
-        assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(

@@ -113,6 +113,8 @@ def test_public_names_come_when_they_are_asked_for() -> None:
     [
         ("av", "from cdt_fast.video.data import open_source; open_source('x.mp4')", "cdt-fast[video]"),
         ("PIL", "from cdt_fast.video.data import open_source; list(open_source('frames').frames())", "cdt-fast[video]"),
+        ("transformers", "from cdt_fast import with_descent; with_descent(object)", "cdt-fast[transformers]"),
+        ("lightning.pytorch", "from cdt_fast import DescentCallback; DescentCallback({})", "cdt-fast[lightning]"),
         (
             "matplotlib",
             "from cdt_fast.training.report import write_pictures; write_pictures('.', [])",

@@ -21,7 +21,7 @@ from cdt_fast.sequence.tokenizers import EncodedSamples
 from cdt_fast.tasks import check_comparable, open_evaluated
 from cdt_fast.training import optimizer
 from cdt_fast.training.run_folder import RunFolder
-from tests.runs import evaluated, load_data, new_trainer, settings_of, train, trained
+from tests.runs import assert_same_runs, evaluated, load_data, new_trainer, settings_of, train, trained
 from tests.tiny_text import TINY_TEXT, reviews, write_table
 from tests.training.training_cases import train_until_killed
 
@@ -94,13 +94,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path, enco
     run = RunFolder.create(tmp_path / "parts", config)
     train_until_killed(run, config, 6)
     train(run, config, resume=True, progress=False)
-    for path in (whole.checkpoint, whole.model / "model.safetensors"):
-        expected, found = load_file(path), load_file(run.path / path.relative_to(whole.path))
-        assert expected.keys() == found.keys()
-        for name, value in expected.items():
-            assert torch.equal(found[name], value), name
-    logged = [[{**entry, "texts_per_second": 0} for entry in part.read_metrics()] for part in (whole, run)]
-    assert logged[0] == logged[1]
+    assert_same_runs(run, whole)
 
 
 def test_a_step_is_that_of_the_lagrangian_written_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from cdt_fast.checks import InputError
 from cdt_fast.training.checkpoint import load_checkpoint
@@ -21,7 +20,7 @@ from cdt_fast.training.loop import Interrupted, Trainer
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.video import task as video_task
 from cdt_fast.video.settings import VideoSettings
-from tests.runs import train
+from tests.runs import assert_same_runs, train
 from tests.tiny import tiny_arguments
 from tests.training.training_cases import Killed, around, signal_after, train_until_killed
 
@@ -54,24 +53,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory, tiny_config: Config) -> dict
         runs[name] = RunFolder.create(tmp_path_factory.mktemp("whole") / name, config)
         train(runs[name], config, progress=False)
     return runs
-
-
-def flat(value: Any, where: str = "") -> dict[str, Any]:
-    if not isinstance(value, dict | list):
-        return {where: (value.dtype, value.tolist()) if isinstance(value, Tensor) else value}
-    entries = value.items() if isinstance(value, dict) else enumerate(value)
-    return {name: one for key, entry in entries for name, one in flat(entry, f"{where}.{key}").items()}
-
-
-def assert_same_runs(run: RunFolder, expected: RunFolder) -> None:
-    assert flat(load_checkpoint(run.checkpoint)) == flat(load_checkpoint(expected.checkpoint))
-    for name in ("model.safetensors", "config.json"):
-        assert (run.model / name).read_bytes() == (expected.model / name).read_bytes()
-    entries, others = run.read_metrics(), expected.read_metrics()
-    for entry in (*entries, *others):
-        entry.pop("windows_per_second", None)  # what tells the time
-    assert entries == others
-    assert not [path for path in run.path.rglob(".*") if path.is_file()]
 
 
 @pytest.mark.parametrize(
