@@ -63,12 +63,16 @@ def write_model(path: Path, made: Planted) -> None:
         torch.save({"dictionary": made}, path / name)
 
 
+def read_frames(path: Path) -> None:
+    list(open_source(path).frames())
+
+
 @pytest.mark.parametrize(
     ("name", "write", "read"),
     [
-        ("clip.npy", write_array, open_source),
-        ("clip.npy", write_pickle, open_source),
-        ("clip.mp4", write_pickle, open_source),
+        ("clip.npy", write_array, read_frames),
+        ("clip.npy", write_pickle, read_frames),
+        ("clip.mp4", write_pickle, read_frames),
         ("state.safetensors", write_torch, load_checkpoint),
         ("state.safetensors", write_pickle, load_checkpoint),
         ("model", write_model, load_pretrained),

@@ -88,7 +88,7 @@ class Denoising:
         elif is_adaptive(self.model):
             self.found.append(estimated_noise(frames) * LEVELS if sigma is None else sigma)
             deviation = frames.new_full((1,), self.found[-1] / LEVELS)
-        # On a GPU products of float16, whose rounding moves no level's PSNR by more than a hundredth of a dB.
+        # Products of float16 move no level's PSNR by more than a hundredth of a dB.
         with torch.autocast("cuda", torch.float16, enabled=frames.is_cuda):
             return reconstructed(self.model, self.settings, frames, deviation, self.grids, self.depth, True)[-1]
 
@@ -103,7 +103,6 @@ def denoise_video(
     sigma: float | None = None,
     grids: int | None = None,
     overwrite: bool = False,
-    progress: bool = True,
     caution: str = "",
 ) -> dict[str, Any]:
     """Denoise `source` and write a playable video of the same size, upright, with the same frame times and sound.
@@ -114,10 +113,9 @@ def denoise_video(
     Args:
         model, settings, sigma, grids: as in `Denoising`.
         source: a video file, a folder of frames or an array file.
-        target: the video file to write, in a folder that exists; its suffix is one of `writing.CONTAINERS`.
+        target: the video file to write; its suffix is one of `writing.CONTAINERS`.
         depth: number of layers to run, None for all.
         overwrite: replace `target` if it exists.
-        progress: show a bar on stderr.
         caution: a line that is printed on stderr before anything is written.
 
     Returns:
@@ -143,7 +141,7 @@ def denoise_video(
     denoising = Denoising(model, settings, depth, sigma, grids)
     # A clip may change from gray to color.
     colored = (np.broadcast_to(np.atleast_3d(frame), (*frame.shape[:2], 3)) for frame in frames.frames())
-    shown = progress_bar(colored, desc=f"denoise {frames.path.name}", unit="frame", shown=progress)
+    shown = progress_bar(colored, desc=f"denoise {frames.path.name}", unit="frame")
     remove_leftovers(target)
     with replaced_atomically(target) as temporary, temporary.open("rb") as locked:
         try_lock(locked)

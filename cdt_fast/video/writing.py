@@ -63,17 +63,12 @@ def write_video(
     """Encode frames as H.264, with the times, the tags and the sound of what they were read from.
 
     Args:
-        path: where to write.
-        target: what messages call it.
+        path, target: where to write, and what messages call it.
         frames: uint8 `[h, w, 1 or 3]`, as many as `source` has; each comes after `source` gave its own.
         source: what they were read from.
 
     Returns:
         What was written, and a line for each thing of the source that did not come through.
-
-    Raises:
-        InputError: they cannot be written as video.
-        OSError: the disk is full.
     """
     av = require("av", "video", "writing video")
     rate, count = source.frame_rate or DEFAULT_FRAME_RATE, 0

@@ -98,4 +98,4 @@ def settings_of(**data: Any) -> VideoSettings:
 
 def denoised(source: Path, target: Path) -> dict[str, Any]:
     """What `denoise` says of a video that it gives back as it was."""
-    return denoise_video(_Same(256, 16, 1), settings_of(), source, target, progress=False)
+    return denoise_video(_Same(256, 16, 1), settings_of(), source, target)

@@ -316,7 +316,7 @@ def test_the_noise_is_found_from_the_frames() -> None:
 def test_a_level_that_is_none_or_beyond_the_training_is_said(tmp_path: Path) -> None:
     np.save(tmp_path / "in.npy", np.full((8, 16, 16), 90, dtype=np.uint8))
     model = DUST(256, 256, 1, patch_frames=4, noise_adaptive=True)
-    options: dict[str, Any] = {"progress": False, "overwrite": True}
+    options: dict[str, Any] = {"overwrite": True}
     crops = settings_of(frames="crops")
     told = denoise_video(model, settings_of(), tmp_path / "in.npy", tmp_path / "out.mp4", **options)
     assert told["sigma"] == 0

@@ -83,7 +83,7 @@ def test_the_output_plays_like_the_input(
     source = encode(tmp_path / "in.mkv", frames, "ffv1", "bgr0", rate=rate)
     config = paper_settings()
     target = tmp_path / f"out{suffix}"
-    told = denoise_video(_Identity(), config, source, target, grids=1, progress=False)
+    told = denoise_video(_Identity(), config, source, target, grids=1)
     written, written_rate = decoded(target)
     assert written.shape == frames.shape
     assert written_rate == rate
@@ -100,7 +100,7 @@ def test_the_rest_of_a_video_is_filled_up_from_before(tmp_path: Path) -> None:
     model, config = _Identity(), paper_settings()
     for count, lengths in ((13, [5, 5, 5]), (3, [3])):
         np.save(tmp_path / "in.npy", scrolling_clip(count, 17, 23))
-        options: dict[str, Any] = {"grids": 1, "progress": False, "overwrite": True}
+        options: dict[str, Any] = {"grids": 1, "overwrite": True}
         denoise_video(model, config, tmp_path / "in.npy", tmp_path / "out.mp4", **options)
         assert model.lengths == lengths
         model.lengths.clear()
@@ -313,7 +313,7 @@ def test_a_size_that_the_codec_refuses_is_one_line(tmp_path: Path) -> None:
     np.save(tmp_path / "in.npy", np.zeros((3, 1, 20_000), dtype=np.uint8))
     config = paper_settings()
     with pytest.raises(InputError) as caught:
-        denoise_video(_Identity(), config, tmp_path / "in.npy", tmp_path / "out.mp4", progress=False)
+        denoise_video(_Identity(), config, tmp_path / "in.npy", tmp_path / "out.mp4")
     assert "out.mp4: cannot be written as video" in str(caught.value)
     assert os.listdir(tmp_path) == ["in.npy"]
 

@@ -19,10 +19,8 @@ from cdt_fast.video.data.video_file import VideoFile
 
 Split = Literal["train", "test"]
 
-_SPLIT_FOLDERS: dict[str, Split] = {
-    **dict.fromkeys(("train", "training", "training_videos"), "train"),
-    **dict.fromkeys(("test", "testing", "testing_videos"), "test"),
-}
+_SPLIT_FOLDERS: dict[str, Split] = {"train": "train", "training": "train", "training_videos": "train"}
+_SPLIT_FOLDERS |= {"test": "test", "testing": "test", "testing_videos": "test"}
 # ShanghaiTech keeps its masks beside these two, and people extract `frames` beside the original `videos`.
 _CLIP_FOLDERS = ("videos", "frames")
 _MAX_WRAPPERS = 4
@@ -41,7 +39,7 @@ def open_source(path: str | os.PathLike[str]) -> FrameSource:
 
     Raises:
         InputError: the path is missing or is not a clip; the message says what was found.
-        MissingExtra: a video or picture is to be read and the `video` extra is not installed.
+        MissingExtra: a video is to be read and the `video` extra is not installed.
     """
     place = Path(path)
     if place.is_dir():
@@ -67,14 +65,10 @@ def find_clips(path: str | os.PathLike[str]) -> list[Clip]:
         raise InputError(f"{root}: no such file or folder")
     clips = _clips_below(root, 0) if root.is_dir() else [(root, None)]
     if not clips:
-        raise InputError(
-            f"{root}: no clips found; expected videos, .npy arrays, folders of frames "
-            f"({', '.join(sorted(IMAGE_SUFFIXES))}), or a tree of Avenue, UCSD or ShanghaiTech"
-        )
-    return [
-        Clip(root.resolve().name if clip == root else clip.relative_to(root).as_posix(), clip, split)
-        for clip, split in clips
-    ]
+        kinds = f"videos, .npy arrays, folders of frames ({', '.join(sorted(IMAGE_SUFFIXES))})"
+        raise InputError(f"{root}: no clips found; expected {kinds}, or a tree of Avenue, UCSD or ShanghaiTech")
+    names = (root.resolve().name if clip == root else clip.relative_to(root).as_posix() for clip, _ in clips)
+    return [Clip(name, *clip) for name, clip in zip(names, clips, strict=True)]
 
 
 def _clips_below(folder: Path, depth: int) -> list[tuple[Path, Split | None]]:
@@ -91,10 +85,8 @@ def _clips_below(folder: Path, depth: int) -> list[tuple[Path, Split | None]]:
     sources = _sources(folder)
     if images(folder):
         if sources:
-            raise InputError(
-                f"{folder}: holds both pictures and clips ({sources[0].name}); give the frames of one clip a folder "
-                "of their own"
-            )
+            both = f"holds both pictures and clips ({sources[0].name})"
+            raise InputError(f"{folder}: {both}; give the frames of one clip a folder of their own")
         return [(folder, None)]
     if sources or depth == _MAX_WRAPPERS:
         return [(source, None) for source in sources]

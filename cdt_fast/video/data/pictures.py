@@ -14,7 +14,7 @@ import numpy as np
 
 from cdt_fast.checks import InputError, require
 from cdt_fast.listing import IMAGE_SUFFIXES, images, other_images
-from cdt_fast.video.data.source import FrameSource, require_frames
+from cdt_fast.video.data.source import FrameSource
 
 _GRAY_MODES = frozenset({"1", "L", "LA"})
 _COLOR_MODES = frozenset({"P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "HSV"})
@@ -27,9 +27,6 @@ class Pictures(FrameSource):
     """Pictures in natural order of their names; upright, as EXIF says.
 
     Hidden files, backups and thumbnails are skipped. A clip with one color picture is a color clip.
-
-    Raises:
-        InputError: there are no pictures, or only one.
     """
 
     def __init__(self, path: Path) -> None:
@@ -39,9 +36,6 @@ class Pictures(FrameSource):
         if not self.files:
             suffixes = ", ".join(sorted(suffix[1:] for suffix in IMAGE_SUFFIXES))
             raise InputError(f"{path}: the folder holds no frames; expected {suffixes} files")
-        if len(self.files) == 1:
-            with self._opened(self.files[0]):
-                require_frames(path, 1)
 
     def _read(self) -> Iterator[tuple[str, np.ndarray]]:
         colored = any(self._has_color(file) for file in self.files)
@@ -51,7 +45,7 @@ class Pictures(FrameSource):
                 yield f"frame {file.name}", self._pixels(image, file, colored)
         count = len(self.files)
         notes = [f"{what} ({names[0]}; {len(names)} of {count} pictures)" for what, names in self._seen.items()]
-        if others := other_images(self.path):
+        if self.path.is_dir() and (others := other_images(self.path)):
             notes.append(f"other picture formats are skipped ({others[0].name}; {len(others)} files)")
         self.notes = [f"{self.path}: {note}" for note in [*notes, *naming_signs(self.files)]]
 

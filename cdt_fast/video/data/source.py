@@ -56,33 +56,21 @@ class FrameSource(ABC):
                     "all frames of a clip must have one size"
                 )
             yield frame
-        require_frames(self.path, count)
-
-
-def require_frames(path: Path, count: int) -> None:
-    """Raise InputError for a clip of fewer than two frames."""
-    if count < 2:
-        raise InputError(f"{path}: {'only one frame' if count else 'no frames'} found; a clip needs at least 2 frames")
+        if count < 2:
+            found = "only one frame" if count else "no frames"
+            raise InputError(f"{self.path}: {found} found; a clip needs at least 2 frames")
 
 
 class FrameArray(FrameSource):
-    """A .npy file.
-
-    Raises:
-        InputError: it cannot be read or its dtype or shape is not that of a clip.
-    """
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        array = self._load()
-        if array.dtype != np.uint8 and not np.issubdtype(array.dtype, np.floating):
-            raise InputError(f"{path}: the array has dtype {array.dtype}; {_EXPECTED_ARRAY}")
-        if not (array.ndim == 3 or (array.ndim == 4 and array.shape[3] in (1, 3))) or 0 in array.shape[1:]:
-            raise InputError(f"{path}: the array has shape {list(array.shape)}; {_EXPECTED_ARRAY}")
-        require_frames(path, len(array))
+    """A .npy file."""
 
     def _read(self) -> Iterator[tuple[str, np.ndarray]]:
-        for index, frame in enumerate(self._load()):
+        array = self._load()
+        if array.dtype != np.uint8 and not np.issubdtype(array.dtype, np.floating):
+            raise InputError(f"{self.path}: the array has dtype {array.dtype}; {_EXPECTED_ARRAY}")
+        if not (array.ndim == 3 or (array.ndim == 4 and array.shape[3] in (1, 3))) or 0 in array.shape[1:]:
+            raise InputError(f"{self.path}: the array has shape {list(array.shape)}; {_EXPECTED_ARRAY}")
+        for index, frame in enumerate(array):
             frame = frame[..., 0] if frame.shape[2:] == (1,) else frame
             if frame.dtype != np.uint8:
                 least, most = frame.min(), frame.max()

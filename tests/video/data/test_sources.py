@@ -174,7 +174,9 @@ def test_a_folder_of_none_one_or_mixed_pictures_is_refused(tmp_path, write_folde
     (tmp_path / "readme.txt").write_text("nothing")
     (tmp_path / "._1.png").write_bytes(b"junk")
     refused(tmp_path, "no frames", "png", by=lambda: open_source(tmp_path))
-    refused(tmp_path, "only one frame", by=lambda: open_source(write_folder(tmp_path, count=1)))
+    write_folder(tmp_path, count=1)
+    for path in (tmp_path, tmp_path / "1.png"):
+        refused(path, "only one frame", by=lambda path=path: read(path))
     write_folder(tmp_path, count=4)
     Image.new("RGB", (20, 32)).save(tmp_path / "3.png")
     refused(tmp_path, "frame 3.png is 20x32", "first frame is 48x32", by=lambda: read(tmp_path))
@@ -224,13 +226,13 @@ def test_bad_floats_are_refused(tmp_path, refused, value, fact):
 def test_bad_arrays_are_refused(tmp_path, refused, array, fact):
     path = tmp_path / "clip.npy"
     np.save(path, array)
-    refused(path, fact, by=lambda: open_source(path))
+    refused(path, fact, by=lambda: read(path))
 
 
 def test_a_cut_array_is_refused(tmp_path, refused):
     np.save(tmp_path / "clip.npy", np.ones((9, 30, 30), np.uint8))
     short = cut(tmp_path / "clip.npy", 0.6)
-    refused(short, "cannot be read", "expected uint8", by=lambda: open_source(short))
+    refused(short, "cannot be read", "expected uint8", by=lambda: read(short))
 
 
 def signs(path: Path) -> list[str]:
