@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shlex
@@ -155,7 +154,7 @@ def test_settings_that_cannot_be_used_are_one_line_and_leave_no_run(
 
 
 def test_a_run_that_is_to_resume_is_never_removed(
-    call: Call, clip: Path, tmp_path: Path, tiny_config: Callable[..., VideoSettings]
+    call: Call, tmp_path: Path, tiny_config: Callable[..., VideoSettings]
 ) -> None:
     config = tiny_config()
     config.data.source = str(tmp_path / "gone.npy")
@@ -261,40 +260,6 @@ def test_files_cut_short_are_named_in_one_line(call: Call, copied_run: RunFolder
         path.write_bytes(whole)
     assert run.evaluation.read_bytes() == before
     assert not (tmp_path / "out.mp4").exists()
-
-
-def test_a_run_that_is_not_trained_yet_says_how_to_go_on(
-    call: Call, tmp_path: Path, tiny_config: Callable[..., VideoSettings]
-) -> None:
-    run = RunFolder.create(tmp_path / "run", tiny_config())
-    for words in (["evaluate", run.path], ["compare", run.path], ["denoise", run.path, "in.mp4", "out.mp4"]):
-        line = call(*words).line()
-        assert "no model yet" in line
-        assert "--resume" in line
-
-
-def test_a_full_disk_under_a_checkpoint_keeps_the_old_one(
-    call: Call, clip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_figures: None
-) -> None:
-    run = RunFolder(tmp_path / "run")
-    write_bytes = Path.write_bytes
-    calls = 0
-
-    def second_time_full(path: Path, content: bytes) -> int:
-        nonlocal calls
-        calls += path.parent == run.checkpoint.parent
-        if calls == 2 and path.parent == run.checkpoint.parent:
-            write_bytes(path, b"half")
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return write_bytes(path, content)
-
-    monkeypatch.setattr(Path, "write_bytes", second_time_full)
-    answer = call("train", "video", clip, "--out", run.path, *tiny_arguments())
-    assert answer.status == 2
-    assert answer.err.splitlines()[-1] == f"cdt-fast: {run.checkpoint}: the disk is full"
-    assert load_checkpoint(run.checkpoint)["step"] == 2
-    assert os.listdir(run.checkpoint.parent) == ["state.safetensors"]
-    assert call("train", "video", "--resume", run.path).status == 0
 
 
 def test_a_reader_that_leaves_early_is_no_error() -> None:

@@ -139,7 +139,7 @@ def test_a_folder_with_a_run_of_other_settings_is_left_alone(
     ("words", "message"),
     [
         (["film", "clip"], "there is no experiment 'film'; known: ablation"),
-        (["video", "clip", "--seeds", "0,a"], "argument --seeds: invalid _numbers value: '0,a'"),
+        (["video", "clip", "--seeds", "0,a"], "argument --seeds: invalid numbers value: '0,a'"),
         (["video", "clip", "--runs", "tied,deep"], "--runs must be of tied, untied, constrained, got 'deep'"),
         (["video", "clip", "--steps", "0"], "[training] steps must be greater than or equal to 1, got 0"),
         (["video", "clip", "--seeds", "-1"], "[training] seed must be greater than or equal to 0, got -1"),

@@ -20,7 +20,6 @@ from cdt_fast.training.settings import GONE, SECTIONS, Section, gone, kinds_of
 _USUAL_NAMES = {
     "--accumulate": "gradient-accumulation-steps grad-accum",
     "--gamma": "noise sigma noise-level",
-    "--layers": "depth",
     "--lr": "learning-rate eta",
     "--out": "output output-dir save-dir run name",
     "--precision": "dtype amp bf16 fp16",
@@ -129,7 +128,7 @@ def build_parser() -> Parser:
     command.epilog, add = experiments.listing(), command.add_argument
     add("name", metavar="NAME", help="which experiment")
     add("source", metavar="SOURCE", help="where its data are")
-    add("--seeds", type=_numbers, metavar="LIST", help="seeds of each run, as in 0,1,2 (the experiment's)")
+    add("--seeds", type=numbers, metavar="LIST", help="seeds of each run, as in 0,1,2 (the experiment's)")
     add("--runs", type=lambda names: names.split(","), metavar="LIST", help="some of its runs by name (all)")
     add("--steps", metavar="N", type=int, help="optimizer steps of a training (the experiment's)")
     add("--out", metavar="DIR", help="folder of the runs and of their comparison (runs/NAME)")
@@ -151,7 +150,8 @@ def build_parser() -> Parser:
     return parser
 
 
-def _numbers(words: str) -> list[int]:
+def numbers(words: str) -> list[int]:
+    """Convert words of the command line; argparse names this function in its message."""
     return [int(word) for word in words.split(",")]
 
 

@@ -51,10 +51,8 @@ class Experiment:
     def settings(self, run: str, seed: int, source: str) -> RunSettings:
         """Return the settings of one training."""
         settings = TASKS[self.task].settings()
-        if self.preset is not None:
-            settings.use_preset(self.preset)
-        own = {"data": {"source": source}, "training": {"seed": seed}}
-        for sections in (self.shared, self.runs[run], own):
+        settings.use_preset(self.preset)
+        for sections in (self.shared, self.runs[run], {"data": {"source": source}, "training": {"seed": seed}}):
             for section, values in sections.items():
                 settings.update(section, values)
         make_absolute(settings)
