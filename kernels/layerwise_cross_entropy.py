@@ -1,4 +1,4 @@
-"""Cross-entropy of a chunk of logits, a program a row: the loss, the log-sum-exp and, in place, the gradient.
+"""Cross-entropy of a chunk of logits, a program a row: the loss and, in place, the gradient.
 
     x = c tanh(logits / c)  (softcap c; else x = logits),        lse = log Σ_v exp(x_v)
     loss = lse − (1 − ε) x_y − (ε / V) Σ_v x_v                    (ε: label smoothing, y: the target)
@@ -68,13 +68,12 @@ def _finite(highest):
 
 
 # Chunks are slices of what belongs to all rows, which start anywhere.
-@triton.jit(do_not_specialize_on_alignment=["targets", "scales", "losses", "log_sums"])
+@triton.jit(do_not_specialize_on_alignment=["targets", "scales", "losses"])
 def cross_entropy_kernel(
     logits,  # [rows, vocabulary], read, and written where GRADIENT
     targets,  # [rows] int64
     scales,  # [rows] float32, read where GRADIENT
     losses,  # [rows] float32, written where LOSS
-    log_sums,  # [rows] float32, written where LOSS, else read
     vocabulary,
     logits_row_stride,
     ignore_index,
@@ -92,34 +91,30 @@ def cross_entropy_kernel(
     ignored = target == ignore_index
     inside = (target >= 0) & (target < vocabulary)
     offsets = tl.arange(0, COLUMNS)
+    highest = tl.full([], float("-inf"), tl.float32)
+    exponentials = tl.zeros([COLUMNS], tl.float32)
+    values = tl.zeros([COLUMNS], tl.float32)
+    # An ignored row is not read at all.
+    for start in range(0, tl.where(ignored, 0, vocabulary), COLUMNS):
+        mask = start + offsets < vocabulary
+        x = _capped(tl.load(logits + start + offsets, mask=mask, other=0.0), softcap, HAS_SOFTCAP)
+        if HAS_SMOOTHING:
+            values += tl.where(mask, x, 0.0)
+        x = tl.where(mask, x, float("-inf"))
+        raised = tl.maximum(highest, tl.max(x, 0))
+        raised_finite = _finite(raised)
+        exponentials = exponentials * tl.exp(highest - raised_finite) + tl.exp(x - raised_finite)
+        highest = raised
+    highest = _finite(highest)
+    above = tl.log(tl.sum(exponentials, 0))
     if LOSS:
-        highest = tl.full([], float("-inf"), tl.float32)
-        exponentials = tl.zeros([COLUMNS], tl.float32)
-        values = tl.zeros([COLUMNS], tl.float32)
-        # An ignored row is not read at all.
-        for start in range(0, tl.where(ignored, 0, vocabulary), COLUMNS):
-            mask = start + offsets < vocabulary
-            x = _capped(tl.load(logits + start + offsets, mask=mask, other=0.0), softcap, HAS_SOFTCAP)
-            if HAS_SMOOTHING:
-                values += tl.where(mask, x, 0.0)
-            x = tl.where(mask, x, float("-inf"))
-            raised = tl.maximum(highest, tl.max(x, 0))
-            raised_finite = _finite(raised)
-            exponentials = exponentials * tl.exp(highest - raised_finite) + tl.exp(x - raised_finite)
-            highest = raised
-        highest = _finite(highest)
-        above = tl.log(tl.sum(exponentials, 0))
-        log_sum = highest + above
         at_target = tl.load(logits + target, mask=inside & (target != ignore_index), other=0.0)
-        # Not from log_sum: beside large logits that has lost the digits that a small loss consists of.
+        # Not from the log-sum-exp: beside large logits that has lost the digits that a small loss consists of.
         loss = above + (1.0 - smoothing) * (highest - _capped(at_target, softcap, HAS_SOFTCAP))
         if HAS_SMOOTHING:
             loss += smoothing * (highest - tl.sum(values, 0) / vocabulary)
         loss = tl.where(inside, loss, float("nan"))
         tl.store(losses + row, tl.where(ignored, 0.0, loss))
-        tl.store(log_sums + row, tl.where(ignored, 0.0, log_sum))
-    else:
-        log_sum = tl.load(log_sums + row)
     if GRADIENT:
         if LOSS:
             # Each thread writes where it has read, but for `at_target`, which all of them have read.
@@ -136,7 +131,7 @@ def cross_entropy_kernel(
             if HAS_SOFTCAP:
                 decay = tl.exp(-2.0 * tl.abs(x / softcap))
                 x = softcap * _tanh(x / softcap)
-            gradient = tl.exp(x - log_sum)
+            gradient = tl.exp(x - (highest + above))
             if HAS_SMOOTHING:
                 gradient -= smoothing / vocabulary
             # In float32 before the rounding: in bfloat16 p − 1 of a confident token would be noise.
@@ -150,37 +145,32 @@ def cross_entropy_kernel(
 def cross_entropy_(
     logits: Tensor,
     targets: Tensor,
-    log_sums: Tensor,
     losses: Tensor | None,
     scales: Tensor | None,
-    gradient: bool,
     ignore_index: int,
     softcap: float | None,
     smoothing: float,
     blocks: Mapping[str, Any],
 ) -> None:
-    """Write losses and log-sum-exps if `losses` is given, and with `gradient` the gradient over the logits.
+    """Write the losses if `losses` is given, and the gradient over the logits if `scales` are.
 
     Args:
         logits: `[rows, V]`, of any row stride and with adjacent columns.
         targets: `[rows]` int64, contiguous.
-        log_sums: `[rows]` float32, written with the losses, else read.
         losses: `[rows]` float32.
-        scales: `[rows]` float32, what the gradients are multiplied by; None: one.
+        scales: `[rows]` float32, what the gradients are multiplied by.
     """
     rows, vocabulary = logits.shape
     assert logits.stride(1) == 1 or vocabulary == 1
-    assert all(vector is None or vector.dtype == torch.float32 for vector in (log_sums, losses, scales))
-    if gradient and scales is None:
-        scales = torch.ones_like(log_sums)
+    assert all(vector is None or vector.dtype == torch.float32 for vector in (losses, scales))
     if rows:
         cross_entropy_kernel[(rows,)](
-            *(logits, targets, scales, losses, log_sums),
+            *(logits, targets, scales, losses),
             *(vocabulary, logits.stride(0), ignore_index),
             1.0 if softcap is None else softcap,
             smoothing,
             LOSS=losses is not None,
-            GRADIENT=gradient,
+            GRADIENT=scales is not None,
             HAS_SOFTCAP=softcap is not None,
             HAS_SMOOTHING=smoothing != 0.0,
             **blocks,

@@ -6,6 +6,7 @@ A chunk costs one product for its losses and two more for its gradients, with on
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -25,15 +26,8 @@ CHUNK_BYTES = {"cpu": 16 * 2**20, "cuda": 512 * 2**20}
 # Depths of at most so many rows share a chunk, or of at most as many as the vocabulary has entries. It is faster
 # to scale the gradients of so few hidden states than to take a second pass of small steps.
 FEW_ROWS = 512
-# Bytes of the gradients of all logits up to which they are kept for the backward, if the weights of the depths are not
-# known in the forward. A CPU's allocator would take more from its system anew, at the cost of a product.
-KEPT_BYTES = {"cpu": 16 * 2**20, "cuda": 128 * 2**20}
 # Bytes, in float32, of the rows that plain torch sweeps together: its dozen steps stay in a CPU's cache.
 SWEEP_BYTES = {"cpu": 4 * 2**20, "cuda": 64 * 2**20}
-# Rows of fewer columns are swept with the classes first: torch's loops over so few take several times longer.
-FEW_COLUMNS = 32
-# Fewer numbers are not worth transposing.
-FEW_NUMBERS = 2**13
 # Tensor cores want rows that start at multiples of 16 bytes: an odd vocabulary such as 50,257 would halve the speed.
 COLUMN_MULTIPLE = 64
 
@@ -56,9 +50,8 @@ def layerwise_cross_entropy(
     """Cross-entropy of every depth's hidden states through one shared head, and the weighted sum of the depths.
 
     With weights, one pass computes losses and gradients together, in three matrix products a chunk, and the backward
-    only scales what that pass has found. Without weights, unless the head is frozen, the forward keeps a log-sum-exp a
-    row, and the backward computes the logits again, a fourth product, unless the gradients of all logits fit a second
-    budget of bytes, as a classifier's do: then they are kept.
+    only scales what that pass has found. Without weights, unless the head is frozen, the backward computes the logits
+    again: a fourth product.
 
     Args:
         hidden_states: L+1 tensors h_l, each `[..., d]`, depth 0 first. They are never stacked.
@@ -103,6 +96,7 @@ def layerwise_cross_entropy(
     common.refuse_transforms("layerwise_cross_entropy", weight, bias, weights, *hidden_states)
     sample = _sample(per_depth_targets[0], fraction, generator) if len(hidden_states) > 1 else None
     hidden, dtype = common.detach_zero_weighted(hidden_states, weights), common.compute_dtype(hidden_states[0])
+    needs = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (weight, bias, *hidden)]
     options = _Options(
         ignore_index=_int64("ignore_index", ignore_index, -(2**63)),
         label_smoothing=smoothing,
@@ -111,23 +105,15 @@ def layerwise_cross_entropy(
         mean=check_choice("reduction", reduction, get_args(common.Reduction)) == "mean",
         dtype=dtype,
         backend=common.choose_backend("layerwise_cross_entropy", weight.new_empty(0, dtype=dtype)),
-        fused=False,
-        keeps=False,
-        needs_hidden=[_needs_gradient(depth) for depth in hidden],
-        needs_weight=_needs_gradient(weight),
-        needs_bias=_needs_gradient(bias),
+        # Each gradient is a factor of what the forward can find: of all depths together, or of one alone.
+        fused=any(needs) and (weights is not None or len(hidden) == 1 or not any(needs[:2])),
+        needs_hidden=needs[2:],
+        needs_weight=needs[0],
+        needs_bias=needs[1],
     )
-    tensors = (
-        weight,
-        None if bias is None else bias.to(weight.dtype),
-        per_depth_targets,
-        sample,
-        None if weights is None else weights.detach(),
-    )
+    head = weight, None if bias is None else bias.to(weight.dtype)
+    tensors = *head, per_depth_targets, sample, None if weights is None else weights.detach()
     call = common.caller(_CrossEntropy, None, weight, bias, sample, weights, *per_depth_targets, *hidden)
-    rows = _number_of_rows(len(hidden), per_depth_targets, sample)
-    fused, keeps = _strategy(options, len(hidden), rows, weight, weights is not None)
-    options = options._replace(fused=fused, keeps=keeps)
     results = _operator(hidden, *tensors, *options) if call is None else call(*tensors, options, *hidden)
     total, per_depth = results[:2]
     if weights is not None:
@@ -181,14 +167,9 @@ class _Options(NamedTuple):
     dtype: torch.dtype  # of the products: their factors are cast chunk by chunk, and gradients are rounded once
     backend: str  # of the sweep over the logits of a chunk
     fused: bool  # whether the forward computes the gradients too, up to factors
-    keeps: bool  # if not fused: whether the gradients of all logits are kept for the backward
     needs_hidden: list[bool]
     needs_weight: bool
     needs_bias: bool
-
-    @property
-    def needs_any(self) -> bool:
-        return self.needs_weight or self.needs_bias or any(self.needs_hidden)
 
     @property
     def wide(self) -> torch.dtype:
@@ -240,10 +221,6 @@ def _int64(name: str, value: int, least: int) -> int:
     return number
 
 
-def _needs_gradient(tensor: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and tensor is not None and tensor.requires_grad
-
-
 def _sample(targets: Tensor, fraction: float, generator: torch.Generator | None) -> Tensor | None:
     """The numbers of the tokens that the inner depths are estimated from, or None for all of them."""
     if fraction == 1.0:
@@ -253,20 +230,6 @@ def _sample(targets: Tensor, fraction: float, generator: torch.Generator | None)
     count = math.ceil(fraction * tokens - 1e-9)
     device = targets.device if generator is None else generator.device
     return torch.randperm(tokens, generator=generator, device=device)[:count].to(targets.device)
-
-
-def _strategy(options: _Options, depths: int, rows: int, weight: Tensor, weighted: bool) -> tuple[bool, bool]:
-    """Decide on `fused` and `keeps`."""
-    # Whether each gradient is a factor of what the forward can find: of all depths together, or of one alone.
-    scalable = weighted or depths == 1 or not (options.needs_weight or options.needs_bias)
-    # The compiler may not know the sizes yet.
-    if not options.needs_any or torch.compiler.is_compiling():
-        return options.needs_any and scalable, False
-    vocabulary, width = weight.shape
-    fits = rows <= (options.chunk_tokens or common.budget(KEPT_BYTES, weight) // (vocabulary * options.dtype.itemsize))
-    # The gradients of a classifier's logits are smaller than those of its hidden states; few of these cost little.
-    fused = scalable and (vocabulary > width or rows <= FEW_ROWS or not fits)
-    return fused, fits and not fused
 
 
 # Rows and chunks
@@ -286,63 +249,26 @@ class _Rows:
     def stop(self) -> int:
         return self.first + len(self.depths) * self.targets.shape[0]
 
-    def per_depth(self, values: Tensor) -> Tensor:
-        """`[depths, count]`, from one value for each row of all depths."""
-        return values[self.first : self.stop].view(len(self.depths), self.targets.shape[0])
-
 
 @dataclass(frozen=True)
 class _Chunk:
     """Rows that go through the head together: some of one depth, or whole depths side by side."""
 
-    rows: _Rows
     depths: range
-    start: int
-    stop: int
-
-    def __len__(self) -> int:
-        return len(self.depths) * (self.stop - self.start)
-
-    @property
-    def place(self) -> slice:
-        """Where they lie among the rows of all depths."""
-        before = self.depths.start - self.rows.depths.start
-        start = self.rows.first + before * self.rows.targets.shape[0] + self.start
-        return slice(start, start + len(self))
-
-    @property
-    def index(self) -> Tensor | None:
-        """The numbers of its tokens; None: from `start` to `stop`."""
-        return None if self.rows.index is None else self.rows.index[self.start : self.stop]
-
-    @property
-    def targets(self) -> Tensor:
-        targets = self.rows.targets[self.start : self.stop]
-        return targets if len(self.depths) == 1 else targets.expand(len(self.depths), -1).contiguous().view(-1)
+    index: slice | Tensor  # the numbers of its tokens
+    targets: Tensor  # [rows]
+    place: slice  # of its rows among those of all depths
 
     def states(self, hidden: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         """`[rows, d]`, from the hidden states `[tokens, d]` of all depths."""
-        rows, index = slice(self.start, self.stop), self.index
-        own = hidden[self.depths.start : self.depths.stop]
-        parts = [depth[rows] if index is None else depth.index_select(0, index) for depth in own]
+        own, index = hidden[self.depths.start : self.depths.stop], self.index
+        parts = [depth[index] if isinstance(index, slice) else depth.index_select(0, index) for depth in own]
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).to(dtype)
 
     def per_row(self, per_depth: Tensor) -> Tensor:
         """One value for each row, from one for each depth."""
         own = per_depth[self.depths.start : self.depths.stop]
-        return own.unsqueeze(1).expand(-1, self.stop - self.start).contiguous().view(-1)
-
-
-def _number_of_rows(depths: int, targets: Sequence[Tensor], sample: Tensor | None) -> int:
-    """The rows of all depths if every token counted, which the shapes say without the values."""
-    return targets[0].numel() + (depths - 1) * (targets[0] if sample is None else sample).numel()
-
-
-def _groups(depths: int, targets: Sequence[Tensor], sample: Tensor | None) -> list[range]:
-    """Depths that are computed from the same tokens: a sample stands for all of them but at the last depth."""
-    if len(targets) > 1:
-        return [range(depth, depth + 1) for depth in range(depths)]
-    return [range(depths)] if sample is None else [range(depths - 1), range(depths - 1, depths)]
+        return own.unsqueeze(1).expand(-1, len(self.targets) // len(own)).contiguous().view(-1)
 
 
 def _select_rows(
@@ -361,7 +287,9 @@ def _select_rows(
     whole = flat[0].shape[0]
     rows: list[_Rows] = []
     first = 0
-    for some in _groups(depths, targets, sample):
+    # A sample stands for all tokens but at the last depth.
+    split = range(1, depths) if own else [] if sample is None else [depths - 1]
+    for some in itertools.starmap(range, itertools.pairwise([0, *split, depths])):
         chosen, count = (flat[some.start], counts[some.start]) if own else (flat[0], counts[0])
         index = None if sample is None or some.stop == depths else sample.to(chosen.device)
         factor: float | Tensor = 1.0 if index is None else whole / max(1, index.numel())
@@ -422,8 +350,13 @@ def _chunks(rows: Sequence[_Rows], weight: Tensor, options: _Options, kinds: Seq
             together = depths[: max(1, most // count) if count <= max(FEW_ROWS, weight.shape[0]) else 1]
             same = next((n for n, depth in enumerate(together) if kinds[depth] != kinds[together[0]]), len(together))
             size = -(-count // -(-count // most))
+            before = some.first + (depths.start - some.depths.start) * count
             for start in range(0, count, size):
-                yield _Chunk(some, together[:same], start, min(start + size, count))
+                tokens = slice(start, min(start + size, count))
+                targets, index = some.targets[tokens], tokens if some.index is None else some.index[tokens]
+                targets = targets if same == 1 else targets.expand(same, -1).contiguous().view(-1)
+                place = slice(before + start, before + start + len(targets))
+                yield _Chunk(together[:same], index, targets, place)
             depths = depths[same:]
 
 
@@ -452,14 +385,13 @@ class _Head:
         # All chunks share memory for their logits: fresh memory of that size costs a CPU a sweep over it.
         self._buffer: Tensor | None = None
 
-    def logits(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """`x Wᵀ + b`, `[rows, V]`, in `out` or in memory that the next call overwrites."""
-        if out is None:
-            if self._buffer is None or self._buffer.shape[0] < x.shape[0]:
-                columns = self.weight.shape[0]
-                padded = columns if x.device.type == "cpu" else -(-columns // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
-                self._buffer = x.new_empty(x.shape[0], padded)[:, :columns]
-            out = self._buffer[: x.shape[0]]
+    def logits(self, x: Tensor) -> Tensor:
+        """`x Wᵀ + b`, `[rows, V]`, in memory that the next call overwrites."""
+        if self._buffer is None or self._buffer.shape[0] < x.shape[0]:
+            columns = self.weight.shape[0]
+            padded = columns if x.device.type == "cpu" else -(-columns // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
+            self._buffer = x.new_empty(x.shape[0], padded)[:, :columns]
+        out = self._buffer[: x.shape[0]]
         if self._bias is None:
             return torch.mm(x, self.weight.mT, out=out)
         return torch.addmm(self._bias, x, self.weight.mT, out=out)
@@ -468,22 +400,18 @@ class _Head:
         self,
         logits: Tensor,  # [rows, V], overwritten
         targets: Tensor,  # [rows]
-        log_sums: Tensor,  # [rows], written with the losses, else read
         losses: Tensor | None = None,  # [rows], written
-        scales: Tensor | None = None,  # [rows], what the gradients are multiplied by; None: by one
-        gradient: bool = True,  # whether the logits become their gradient
+        scales: Tensor | None = None,  # [rows]: the logits become their gradient times these
     ) -> None:
-        """Turn logits into losses, log-sum-exps and the gradient, as far as they are asked for."""
+        """Turn logits into losses and the gradient, as far as they are asked for."""
         options = self._options
         if self._backend == "triton":
             from cdt_fast.kernels import layerwise_cross_entropy as kernels
 
             with common.or_plain_torch("layerwise_cross_entropy"):
                 blocks = common.blocks_for(kernels.BLOCKS, logits, logits.shape[1], multiplies=False)
-                kernels.cross_entropy_(
-                    *(logits, targets, log_sums, losses, scales, gradient),
-                    *(options.ignore_index, options.softcap, options.label_smoothing, blocks),
-                )
+                flags = options.ignore_index, options.softcap, options.label_smoothing
+                kernels.cross_entropy_(logits, targets, losses, scales, *flags, blocks)
                 return
             self._backend = "torch"
         count = max(1, common.budget(SWEEP_BYTES, logits) // (4 * logits.shape[1]))
@@ -491,18 +419,10 @@ class _Head:
             rows = slice(start, start + count)
             some_losses = None if losses is None else losses[rows]
             some_scales = None if scales is None else scales[rows]
-            _sweep(logits[rows], targets[rows], log_sums[rows], some_losses, some_scales, gradient, options)
+            _sweep(logits[rows], targets[rows], some_losses, some_scales, options)
 
 
-def _sweep(
-    logits: Tensor,
-    targets: Tensor,
-    log_sums: Tensor,
-    losses: Tensor | None,
-    scales: Tensor | None,
-    gradient: bool,
-    options: _Options,
-) -> None:
+def _sweep(logits: Tensor, targets: Tensor, losses: Tensor | None, scales: Tensor | None, options: _Options) -> None:
     """`_Head.sweep` in plain torch."""
     smoothing, vocabulary = options.label_smoothing, logits.shape[1]
     ignored = outside = None
@@ -510,46 +430,40 @@ def _sweep(
         ignored = targets == options.ignore_index
         outside = ~ignored & ((targets < 0) | (targets >= vocabulary))
         targets = targets.masked_fill(ignored | outside, 0)
-    v = 0 if vocabulary < FEW_COLUMNS and logits.numel() >= FEW_NUMBERS else 1  # the dimension of the vocabulary
-    targets = targets.unsqueeze(v)
+    targets = targets.unsqueeze(1)
     x = logits.to(options.wide)
-    x = x if v else x.mT.contiguous()
     slope = None
     if options.softcap is not None:
         x.div_(options.softcap).tanh_()
-        slope = 1.0 - x.square() if gradient else None
+        slope = None if scales is None else 1.0 - x.square()
         x.mul_(options.softcap)
-    if losses is None:
-        torch.exp(x.sub_(log_sums.unsqueeze(v)), out=x)
-    else:
-        highest = x.amax(v)
-        below = highest - x.gather(v, targets).squeeze(v)
+    if losses is not None:
+        highest = x.amax(1)
+        torch.sub(highest, x.gather(1, targets).squeeze(1), out=losses)
         if smoothing:
-            below.mul_(1.0 - smoothing).add_(highest - x.mean(v), alpha=smoothing)
-        torch.softmax(x, v, out=x)
+            losses.mul_(1.0 - smoothing).add_(highest - x.mean(1), alpha=smoothing)
+    torch.softmax(x, 1, out=x)
+    if losses is not None:
         # The largest is exp(highest − log_sum): this saves a sum of exponentials of its own.
-        above = x.amax(v).log_().neg_()
-        torch.add(highest, above, out=log_sums)
-        torch.add(below, above, out=losses)
+        losses.sub_(x.amax(1).log_())
         if ignored is not None and outside is not None:
             losses.masked_fill_(ignored, 0.0).masked_fill_(outside, float("nan"))
-    if not gradient:
+    if scales is None:
         return
     # x holds the probabilities.
     if smoothing:
         x.sub_(smoothing / vocabulary)
     # In float32 before the rounding: in bfloat16 p − 1 of a confident token would be noise.
-    x.scatter_(v, targets, smoothing - 1.0, reduce="add")
+    x.scatter_(1, targets, smoothing - 1.0, reduce="add")
     if slope is not None:
         x.mul_(slope)
     if ignored is not None and outside is not None:
-        scales = torch.ones_like(log_sums) if scales is None else scales
         scales = scales.masked_fill(outside, float("nan"))
-        x.mul_(scales.unsqueeze(v)).masked_fill_((ignored | (scales == 0)).unsqueeze(v), 0.0)
-    elif scales is not None:
-        x.mul_(scales.unsqueeze(v))
+        x.mul_(scales.unsqueeze(1)).masked_fill_((ignored | (scales == 0)).unsqueeze(1), 0.0)
+    else:
+        x.mul_(scales.unsqueeze(1))
     if x is not logits:
-        logits.copy_(x if v else x.mT)
+        logits.copy_(x)
 
 
 class _Gradients:
@@ -581,16 +495,16 @@ class _Gradients:
         outputs, index = [self._of_hidden[depth] for depth in chunk.depths], chunk.index
         if all(output is None for output in outputs):
             return
-        rows, first = slice(chunk.start, chunk.stop), outputs[0]
-        if len(outputs) == 1 and index is None and first is not None and first.dtype == gradient.dtype:
-            torch.mm(gradient, self._weight, out=first[rows])
+        first = outputs[0]
+        if len(outputs) == 1 and isinstance(index, slice) and first is not None and first.dtype == gradient.dtype:
+            torch.mm(gradient, self._weight, out=first[index])
             return
         # One product for all depths, which reads the weight once.
         product = torch.mm(gradient, self._weight)
-        for output, own in zip(outputs, product.split(rows.stop - rows.start), strict=True):
-            if output is not None and index is None:
-                output[rows] = own
-            elif output is not None and index is not None:
+        for output, own in zip(outputs, product.chunk(len(outputs)), strict=True):
+            if output is not None and isinstance(index, slice):
+                output[index] = own
+            elif output is not None:
                 output.index_copy_(0, index, own.to(output.dtype))
 
     def found(self, shape: torch.Size, dtype: torch.dtype) -> list[Tensor]:
@@ -614,8 +528,7 @@ def _forward(
 ) -> tuple[Tensor, ...]:
     """The total `[]`, the losses `[depths]`, a factor `[]`, and what the backward starts from.
 
-    If it is fused, that is the gradients that are needed, of sums over the tokens; else the log-sum-exp of every row,
-    and the gradients of the logits, `[rows, V]`, or `[0, V]` if they are not kept.
+    If it is fused, that is the gradients that are needed, of sums over the tokens; else nothing.
 
     The factor, one over the number of tokens or one, waits for the backward so that a loss scale meets it: in float16
     the quotients alone would underflow.
@@ -623,37 +536,30 @@ def _forward(
     device, wide, depths = weight.device, options.wide, len(hidden)
     number, rows = _select_rows(depths, weight, targets, sample, options)
     head, matrices = _Head(weight, bias, options), [common.rows_of(depth) for depth in hidden]
-    count = _number_of_rows(depths, targets, sample)
-    losses = torch.empty(count, dtype=wide, device=device)
-    log_sums = torch.empty_like(losses)
+    losses = torch.empty(rows[-1].stop, dtype=wide, device=device)
     weights = torch.ones(depths, dtype=wide) if depth_weights is None else depth_weights
     on = [options.fused and not zero for zero in common.zero_weight_mask(weights)]
     weights = weights.to(device, wide, non_blocking=True)
     scales = _times_factors(weights, rows)
     gradients = _Gradients(matrices, head.weight, rows, on, options) if options.fused else None
-    kept = head.weight.new_empty(count if options.keeps else 0, weight.shape[0])
     for chunk in _chunks(rows, head.weight, options, on):
         place, x = chunk.place, chunk.states(matrices, options.dtype)
-        logits = head.logits(x, kept[place] if options.keeps else None)
+        logits = head.logits(x)
         if gradients is not None and on[chunk.depths.start]:
-            head.sweep(logits, chunk.targets, log_sums[place], losses[place], chunk.per_row(scales))
+            head.sweep(logits, chunk.targets, losses[place], chunk.per_row(scales))
             gradients.add(chunk, logits, x)
         else:
-            head.sweep(logits, chunk.targets, log_sums[place], losses[place], gradient=options.keeps)
-    per_depth = _times_factors(torch.cat([some.per_depth(losses).sum(1) for some in rows]), rows)
+            head.sweep(logits, chunk.targets, losses[place])
+    sums = [losses[some.first : some.stop].view(len(some.depths), -1).sum(1) for some in rows]
+    per_depth = _times_factors(torch.cat(sums), rows)
     factor = torch.ones((), dtype=wide, device=device)
     if options.mean:
         number = number if isinstance(number, int) else number.to(device, wide, non_blocking=True)
         per_depth = per_depth / number
         factor = factor / (number if isinstance(number, int) else number.clamp(min=1.0))
     total = torch.dot(weights, per_depth)
-    if gradients is not None:
-        return total, per_depth, factor, *gradients.found(hidden[0].shape, wide)
-    if not options.needs_any:
-        return total, per_depth, factor
-    for memory in (log_sums, kept):
-        memory[rows[-1].stop :] = 0.0  # for ignored rows
-    return total, per_depth, factor, log_sums, kept
+    found = [] if gradients is None else gradients.found(hidden[0].shape, wide)
+    return total, per_depth, factor, *found
 
 
 def _forward_fake(
@@ -661,21 +567,13 @@ def _forward_fake(
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     options = _Options(*flat)
     losses = weight.new_empty(len(hidden), dtype=options.wide)
-    found: list[Tensor] = []
-    if options.fused:
-        found = _empty_gradients(hidden, weight, options, options.wide)
-    elif options.needs_any:
-        rows = _number_of_rows(len(hidden), targets, sample)
-        kept = weight.new_empty((rows if options.keeps else 0, weight.shape[0]), dtype=options.dtype)
-        found = [losses.new_empty(rows), kept]
+    found = _empty_gradients(hidden, weight, options, options.wide) if options.fused else []
     return losses.new_empty(()), losses, losses.new_empty(()), found
 
 
 @common.outside_autocast
 def _gradients(
     factors: Tensor,  # [depths]; one that is known to be zero gives zeros even where the gradients are NaN
-    log_sums: Tensor,  # from the forward, as is `kept`
-    kept: Tensor,
     hidden: list[Tensor],
     weight: Tensor,
     bias: Tensor | None,
@@ -692,12 +590,9 @@ def _gradients(
     for chunk in _chunks(rows, head.weight, options, off):
         if off[chunk.depths.start]:
             continue
-        place, x, factor = chunk.place, chunk.states(matrices, options.dtype), chunk.per_row(scales)
-        if options.keeps:
-            logits = (kept[place] * factor.unsqueeze(1)).to(options.dtype)
-        else:
-            logits = head.logits(x)
-            head.sweep(logits, chunk.targets, log_sums[place], scales=factor)
+        x = chunk.states(matrices, options.dtype)
+        logits = head.logits(x)
+        head.sweep(logits, chunk.targets, scales=chunk.per_row(scales))
         gradients.add(chunk, logits, x)
     return gradients.found(hidden[0].shape, weight.dtype)
 
@@ -718,11 +613,9 @@ def _scale(
     dtype_of_head: torch.dtype,
 ) -> list[Tensor]:
     """The gradients times the factors, out of place, so that a second backward finds what the first one has found."""
-    depths = [depth for depth, need in enumerate(needs_hidden) if need]
+    places = [(depth, None) for depth, need in enumerate(needs_hidden) if need] + 2 * [(0, dtype_of_head)]
     found: list[Tensor] = []
-    for number, gradient in enumerate(gradients):
-        of_hidden = number < len(depths)
-        depth, dtype = (depths[number], gradient.dtype) if of_hidden else (0, dtype_of_head)
+    for gradient, (depth, dtype) in zip(gradients, places, strict=False):
         found.append(torch.empty_like(gradient, dtype=dtype))
         if off[depth]:  # also if the gradient is NaN
             found[-1].zero_()
@@ -732,39 +625,34 @@ def _scale(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    weight, bias, targets, sample, depth_weights, ctx.options, *hidden = inputs
+    weight, bias, targets, sample, _, ctx.options, *hidden = inputs
     _, _, factor, *found = output
     ctx.set_materialize_grads(False)
     # What is found stays differentiable, so that a second derivative of a fused call is seen, and refused.
     ctx.mark_non_differentiable(factor)
     ctx.depths, ctx.own_targets, ctx.weight_dtype = len(hidden), len(targets), weight.dtype
-    if ctx.options.fused:
-        ctx.save_for_backward(factor, None, *found)  # the gradients that it has found have the weights in them
-    else:
-        ctx.save_for_backward(factor, depth_weights, weight, bias, sample, *targets, *hidden, *found)
+    # The gradients of a fused forward have the weights in them; without weights the total is the plain sum.
+    ctx.save_for_backward(factor, *([] if ctx.options.fused else [weight, bias, sample, *targets, *hidden]), *found)
 
 
 def _find(ctx: Any, grad_total: Tensor | None, grad_per_depth: Tensor | None) -> tuple[list[Tensor | None], Any, Any]:
     """The gradients of the hidden states, the weight and the bias."""
     if grad_total is None and grad_per_depth is None:
         return [None] * ctx.depths, None, None
-    factor, depth_weights, *saved = ctx.saved_tensors
+    factor, *saved = ctx.saved_tensors
     options, depths = ctx.options, ctx.depths
     factors = factor.new_zeros(depths)
-    if grad_total is not None:
-        factors = factors + grad_total * factor * (1.0 if depth_weights is None else depth_weights.to(factor))
-    if grad_per_depth is not None:
-        factors = factors + grad_per_depth * factor
+    for grad in (grad_total, grad_per_depth):
+        factors = factors if grad is None else factors + grad * factor
     plain = common.is_plain_eager(factors, *saved)
     if options.fused:
         off = common.zero_weight_mask(factors) if plain else [False] * depths
         found = _scale(factors, saved, off, options.needs_hidden, ctx.weight_dtype)
     else:
         weight, bias, sample, *saved = saved
-        targets, saved = saved[: ctx.own_targets], saved[ctx.own_targets :]
-        hidden, (log_sums, kept) = saved[:depths], saved[depths:]
+        targets, hidden = saved[: ctx.own_targets], saved[ctx.own_targets :]
         differentiate = _gradients if plain else _gradients_operator
-        found = differentiate(factors, log_sums, kept, hidden, weight, bias, targets, sample, *options)
+        found = differentiate(factors, hidden, weight, bias, targets, sample, *options)
     *of_hidden, of_weight, of_bias = common.scatter(
         found, [*options.needs_hidden, options.needs_weight, options.needs_bias]
     )
@@ -801,7 +689,7 @@ def _operator_backward(ctx: Any, grad_total: Tensor | None, grad_per_depth: Tens
 _HEAD = "Tensor weight, Tensor? bias, Tensor[] targets, Tensor? sample"
 _OPTIONS = (
     "int ignore_index, float label_smoothing, float? softcap, SymInt? chunk_tokens, bool mean, ScalarType dtype, "
-    "str backend, bool fused, bool keeps, bool[] needs_hidden, bool needs_weight, bool needs_bias"
+    "str backend, bool fused, bool[] needs_hidden, bool needs_weight, bool needs_bias"
 )
 _operator = common.define(
     "layerwise_cross_entropy",
@@ -817,9 +705,9 @@ _operator.register_autograd(
 )
 _gradients_operator = common.define(
     "layerwise_cross_entropy_backward",
-    f"(Tensor factors, Tensor log_sums, Tensor kept, Tensor[] hidden, {_HEAD}, {_OPTIONS}) -> Tensor[]",
+    f"(Tensor factors, Tensor[] hidden, {_HEAD}, {_OPTIONS}) -> Tensor[]",
     _gradients,
-    lambda factors, log_sums, kept, hidden, weight, bias, targets, sample, *flat: _empty_gradients(
+    lambda factors, hidden, weight, bias, targets, sample, *flat: _empty_gradients(
         hidden, weight, _Options(*flat), weight.dtype
     ),
 )

@@ -310,12 +310,8 @@ def written_losses(op: str, _: Any, given: dict[str, Any], options: dict[str, An
         else:
             targets = options["targets"]
             targets = targets if isinstance(targets, Tensor) else targets[number]
-            kept, weight, smoothing, softcap = (
-                targets != -100,
-                given["weight"],
-                options["label_smoothing"],
-                options["softcap"],
-            )
+            smoothing, softcap = options["label_smoothing"], options["softcap"]
+            kept, weight = targets != -100, given["weight"]
             wanted = torch.full((int(kept.sum()), len(weight)), smoothing / len(weight), dtype=weight.dtype)
             wanted[torch.arange(len(wanted)), targets[kept]] += 1 - smoothing
             logits = torch.einsum("nd,vd->nv", depth[kept], weight) + given.get("bias", 0.0)
