@@ -9,6 +9,11 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
 
+def block_width(width: int) -> int:
+    """Columns of a block that holds the width."""
+    return max(16, triton.next_power_of_2(width))
+
+
 @triton.jit
 def block_share(sequences, programs):
     """The first sequence of this block of `programs`, and of the next one: as many as the others', or one fewer."""
@@ -46,12 +51,7 @@ def load_rows(pointer, row, mask, start, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.co
 
 @triton.jit
 def load_atoms(
-    dictionary,
-    start,
-    CODE_WIDTH: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK_WIDTH: tl.constexpr,
-    ATOMS: tl.constexpr,
+    dictionary, start, CODE_WIDTH: tl.constexpr, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, ATOMS: tl.constexpr
 ):
     """`ATOMS` columns of a contiguous `[WIDTH, CODE_WIDTH]`, as `[BLOCK_WIDTH, ATOMS]`; zero elsewhere."""
     row = tl.arange(0, BLOCK_WIDTH)

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cdt_fast.kernels._common import load_atoms, load_rows, store_rows
+from cdt_fast.kernels._common import block_width, load_atoms, load_rows, store_rows
 
 # In 16 bits none of them spills registers; 128 rows do, on sm_90 too.
 BLOCKS = {
@@ -162,7 +162,7 @@ def forward(
             *(codes, signal, dictionary, next_codes, residual, rows, step, threshold),
             CODE_WIDTH=code_width,
             WIDTH=width,
-            BLOCK_WIDTH=max(16, triton.next_power_of_2(width)),
+            BLOCK_WIDTH=block_width(width),
             NONLINEARITY=nonlinearity,
             **blocks,
         )
@@ -192,7 +192,7 @@ def backward(
             *(grad_output, output, dictionary, grad_codes, grad_residual, grad_update, rows, step),
             CODE_WIDTH=code_width,
             WIDTH=width,
-            BLOCK_WIDTH=max(16, triton.next_power_of_2(width)),
+            BLOCK_WIDTH=block_width(width),
             PASSES_EVERYWHERE=nonlinearity == "identity",
             **blocks,
         )

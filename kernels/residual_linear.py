@@ -83,11 +83,7 @@ def residual_linear_forward_kernel(
         residual + row[:, None] * residual_row_stride + column[None, :] * residual_column_stride, mask=exists, other=0.0
     )
     value = apply_nonlinearity(added.to(tl.float32) + alpha * total, threshold, NONLINEARITY)
-    tl.store(
-        output + row[:, None] * columns + column[None, :],
-        value.to(output.dtype.element_ty),
-        mask=exists,
-    )
+    tl.store(output + row[:, None] * columns + column[None, :], value.to(output.dtype.element_ty), mask=exists)
 
 
 def forward(

@@ -35,6 +35,7 @@ from torch import Tensor
 from cdt_fast.kernels._common import (
     LN_2,
     LOG2_E,
+    block_width,
     load_rows,
     rows_of_sequences,
     softmax_tile,
@@ -82,13 +83,6 @@ STREAMING_BACKWARD_BLOCKS = {
 }
 
 
-@triton.jit
-def _tile_of_sequences(sequences, tokens, per_tile, lengths, BLOCK: tl.constexpr):
-    """`rows_of_sequences` of this program's tile, of `per_tile` whole sequences."""
-    start = tl.program_id(0) * per_tile
-    return rows_of_sequences(start, tl.minimum(start + per_tile, sequences), tokens, lengths, BLOCK)
-
-
 @triton.jit(do_not_specialize=["sequences", "tokens", "per_tile"])
 def packed_forward_kernel(
     z,  # [sequences, tokens, WIDTH]
@@ -107,7 +101,9 @@ def packed_forward_kernel(
     ENERGY: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    first, row, exists, counts, visible = _tile_of_sequences(sequences, tokens, per_tile, lengths, ROWS)
+    start = tl.program_id(0) * per_tile
+    end = tl.minimum(start + per_tile, sequences)
+    first, row, exists, counts, visible = rows_of_sequences(start, end, tokens, lengths, ROWS)
     z += first * WIDTH
     values += first * VALUE_WIDTH
     output += first * VALUE_WIDTH
@@ -140,7 +136,9 @@ def packed_backward_kernel(
     PRECISION: tl.constexpr,
     TIED: tl.constexpr,
 ):
-    first, row, exists, counts, visible = _tile_of_sequences(sequences, tokens, per_tile, lengths, ROWS)
+    start = tl.program_id(0) * per_tile
+    end = tl.minimum(start + per_tile, sequences)
+    first, row, exists, counts, visible = rows_of_sequences(start, end, tokens, lengths, ROWS)
     z += first * WIDTH
     values += first * VALUE_WIDTH
     grad_output += first * VALUE_WIDTH
@@ -177,59 +175,6 @@ def packed_backward_kernel(
             store_rows(grad_values + first * VALUE_WIDTH, row, exists, start, gradient, VALUE_WIDTH, COLUMNS)
 
 
-def packed_forward(
-    z: Tensor, values: Tensor | None, lengths: Tensor | None, scale: float, energy: bool, blocks: Mapping[str, Any]
-) -> tuple[Tensor, Tensor]:
-    """The output `[B, T, k]` and the rows' log-sum-exp `[B, T]` of contiguous tensors; T is at most 64."""
-    values = z if values is None else values
-    sequences, tokens, width = z.shape
-    output = torch.empty_like(values)
-    log_sum_exp = z.new_empty(z.shape[:-1], dtype=torch.float32)
-    per_tile = blocks["ROWS"] // max(1, tokens)
-    if sequences and tokens:
-        packed_forward_kernel[(triton.cdiv(sequences, per_tile),)](
-            *(z, values, output, log_sum_exp, lengths),
-            *(sequences, tokens, per_tile),
-            scale,
-            WIDTH=width,
-            VALUE_WIDTH=values.shape[-1],
-            ENERGY=energy,
-            **blocks,
-        )
-    return output, log_sum_exp
-
-
-def packed_backward(
-    grad_output: Tensor,
-    z: Tensor,
-    values: Tensor | None,
-    lengths: Tensor | None,
-    scale: float,
-    energy: bool,
-    needs_z: bool,
-    needs_values: bool,
-    blocks: Mapping[str, Any],
-) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of z and of the values, those that are needed."""
-    grad_z = torch.empty_like(z) if needs_z else None
-    grad_values = torch.empty_like(values) if needs_values and values is not None else None
-    tied, values = values is None, z if values is None else values
-    sequences, tokens, width = z.shape
-    per_tile = blocks["ROWS"] // max(1, tokens)
-    if sequences and tokens:
-        packed_backward_kernel[(triton.cdiv(sequences, per_tile),)](
-            *(z, values, grad_output, grad_z, grad_values, lengths),
-            *(sequences, tokens, per_tile),
-            scale,
-            WIDTH=width,
-            VALUE_WIDTH=values.shape[-1],
-            ENERGY=energy,
-            TIED=tied,
-            **blocks,
-        )
-    return grad_z, grad_values
-
-
 @triton.jit
 def block_of_rows(tokens, blocks_per_sequence, lengths, ROWS: tl.constexpr):
     """This block's positions `[ROWS]` in its sequence, the sequence's first row (int64) and how many tokens count."""
@@ -240,19 +185,6 @@ def block_of_rows(tokens, blocks_per_sequence, lengths, ROWS: tl.constexpr):
         # Clamped before it is narrowed: a length may be of 64 bits.
         length = tl.maximum(tl.minimum(tl.load(lengths + sequence), tokens), 0).to(tl.int32)
     return position, sequence.to(tl.int64) * tokens, length
-
-
-# No device function takes a None that it would hand back: Triton 3.6 knows None as an argument of a kernel alone.
-@triton.jit
-def from_row(pointer, first, WIDTH: tl.constexpr):
-    """The pointer moved to row `first` of `[rows, WIDTH]`: inside a sequence 32 bits are enough."""
-    return pointer + first * WIDTH
-
-
-@triton.jit
-def load_norms(norms, row, mask):
-    """‖z‖² of the rows, `[rows]`."""
-    return tl.load(norms + row, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -267,7 +199,7 @@ def pair_scores(own, other, own_norm, norms, key, mask, scale, PRECISION: tl.con
     scores = tl.dot(own, tl.trans(other), input_precision=PRECISION)
     mirrored = scores
     if norms is not None:
-        scores -= 0.5 * load_norms(norms, key, mask)[None, :]
+        scores -= 0.5 * tl.load(norms + key, mask=mask, other=0.0)[None, :]
         mirrored -= 0.5 * own_norm[:, None]
     return scores * scale, mirrored * scale
 
@@ -294,15 +226,15 @@ def streaming_forward_kernel(
     TIED: tl.constexpr,
 ):
     position, first, length = block_of_rows(tokens, blocks_per_sequence, lengths, ROWS)
-    z = from_row(z, first, WIDTH)
+    z += first * WIDTH
     if values is not None:
-        values = from_row(values, first, VALUE_WIDTH)
+        values += first * VALUE_WIDTH
     counts = position < length
     own = load_rows(z, position, counts, 0, WIDTH, BLOCK_WIDTH)
     own_norm = tl.zeros((ROWS,), tl.float32)
     if norms is not None:
-        norms = from_row(norms, first, 1)
-        own_norm = load_norms(norms, position, counts)
+        norms += first
+        own_norm = tl.load(norms + position, mask=counts, other=0.0)
     peak = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     rounded_total = tl.zeros((ROWS,), tl.float32)
@@ -322,14 +254,14 @@ def streaming_forward_kernel(
         result = tl.dot(weights, chunk, result * shrinking[:, None], input_precision=PRECISION)
         peak = new_peak
     result = tl.where(counts[:, None], result / rounded_total[:, None], 0.0)
-    output = from_row(output, first, VALUE_WIDTH)
+    output += first * VALUE_WIDTH
     store_rows(output, position, position < tokens, 0, result, VALUE_WIDTH, BLOCK_VALUE_WIDTH)
     if remainder is not None:
         result -= result.to(output.dtype.element_ty).to(tl.float32)
-        remainder = from_row(remainder, first, VALUE_WIDTH)
+        remainder += first * VALUE_WIDTH
         store_rows(remainder, position, position < tokens, 0, result, VALUE_WIDTH, BLOCK_VALUE_WIDTH)
     log_sum = tl.where(counts, peak + tl.log2(total) * LN_2, float("inf"))
-    tl.store(from_row(log_sum_exp, first, 1) + position, log_sum, mask=position < tokens)
+    tl.store(log_sum_exp + first + position, log_sum, mask=position < tokens)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -375,19 +307,19 @@ def streaming_backward_kernel(
     TIED: tl.constexpr,
 ):
     position, first, length = block_of_rows(tokens, blocks_per_sequence, lengths, ROWS)
-    z, grad_output = from_row(z, first, WIDTH), from_row(grad_output, first, VALUE_WIDTH)
+    z, grad_output = z + first * WIDTH, grad_output + first * VALUE_WIDTH
     if values is not None:
-        values = from_row(values, first, VALUE_WIDTH)
-    log_sum_exp = from_row(log_sum_exp, first, 1)
+        values += first * VALUE_WIDTH
+    log_sum_exp += first
     counts = position < length
     own = load_rows(z, position, counts, 0, WIDTH, BLOCK_WIDTH)
     own_norm = tl.zeros((ROWS,), tl.float32)
     if norms is not None:
-        norms = from_row(norms, first, 1)
-        own_norm = load_norms(norms, position, counts)
+        norms += first
+        own_norm = tl.load(norms + position, mask=counts, other=0.0)
     own_log_sum = tl.load(log_sum_exp + position, mask=counts, other=float("inf"))
     if grad_z is not None:
-        delta = from_row(delta, first, 1)
+        delta += first
         own_delta = tl.load(delta + position, mask=counts, other=0.0)
         own_upstream = load_rows(grad_output, position, counts, 0, VALUE_WIDTH, BLOCK_VALUE_WIDTH)
         own_values = own if TIED else load_rows(values, position, counts, 0, VALUE_WIDTH, BLOCK_VALUE_WIDTH)
@@ -423,50 +355,62 @@ def streaming_backward_kernel(
         if norms is not None:
             z_sum -= (scale * mirrored_sum)[:, None] * own.to(tl.float32)
         z_sum = tl.where(counts[:, None], z_sum, 0.0)
-        grad_z = from_row(grad_z, first, WIDTH)
+        grad_z += first * WIDTH
         store_rows(grad_z, position, position < tokens, 0, z_sum, WIDTH, BLOCK_WIDTH)
     if grad_values is not None:
         value_sum = tl.where(counts[:, None], value_sum, 0.0)
-        grad_values = from_row(grad_values, first, VALUE_WIDTH)
+        grad_values += first * VALUE_WIDTH
         store_rows(grad_values, position, position < tokens, 0, value_sum, VALUE_WIDTH, BLOCK_VALUE_WIDTH)
 
 
-def streaming_forward(
+# The launchers take contiguous tensors. Packed, a sequence has at most 64 tokens; else the widths are at most 256.
+def forward(
     z: Tensor,
     values: Tensor | None,
     lengths: Tensor | None,
     scale: float,
     energy: bool,
+    packed: bool,
     keep_remainder: bool,
     blocks: Mapping[str, Any],
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The output `[B, T, k]`, the rows' log-sum-exp `[B, T]`, and the remainder of the output if it is kept.
-
-    The tensors are contiguous; the widths d and k are at most 256.
-    """
-    sequences, tokens, width = z.shape
-    value_width = width if values is None else values.shape[-1]
+    """The output `[B, T, k]`, the rows' log-sum-exp `[B, T]` and, if it is kept, what rounding took off."""
+    (sequences, tokens, width), tied = z.shape, values is None
+    value_width = (z if values is None else values).shape[-1]
     output = torch.empty_like(z if values is None else values)
     remainder = torch.empty_like(output) if keep_remainder else None
     log_sum_exp = z.new_empty(z.shape[:-1], dtype=torch.float32)
-    blocks_per_sequence = triton.cdiv(tokens, blocks["ROWS"])
-    norms = row_dots(z, z) if energy else None
-    if sequences and tokens:
-        streaming_forward_kernel[(sequences * blocks_per_sequence,)](
-            *(z, values, norms, output, remainder, log_sum_exp, lengths),
-            *(tokens, blocks_per_sequence),
+    if not sequences or not tokens:
+        return output, log_sum_exp, remainder
+    if packed:
+        per_tile = blocks["ROWS"] // tokens
+        packed_forward_kernel[(triton.cdiv(sequences, per_tile),)](
+            *(z, z if tied else values, output, log_sum_exp, lengths),
+            *(sequences, tokens, per_tile),
             scale,
             WIDTH=width,
             VALUE_WIDTH=value_width,
-            BLOCK_WIDTH=_block_width(width),
-            BLOCK_VALUE_WIDTH=_block_width(value_width),
-            TIED=values is None,
+            ENERGY=energy,
             **blocks,
         )
+        return output, log_sum_exp, remainder
+    blocks_per_sequence = triton.cdiv(tokens, blocks["ROWS"])
+    norms = row_dots(z, z) if energy else None
+    streaming_forward_kernel[(sequences * blocks_per_sequence,)](
+        *(z, values, norms, output, remainder, log_sum_exp, lengths),
+        *(tokens, blocks_per_sequence),
+        scale,
+        WIDTH=width,
+        VALUE_WIDTH=value_width,
+        BLOCK_WIDTH=block_width(width),
+        BLOCK_VALUE_WIDTH=block_width(value_width),
+        TIED=tied,
+        **blocks,
+    )
     return output, log_sum_exp, remainder
 
 
-def streaming_backward(
+def backward(
     grad_output: Tensor,
     z: Tensor,
     values: Tensor | None,
@@ -478,52 +422,57 @@ def streaming_backward(
     energy: bool,
     needs_z: bool,
     needs_values: bool,
+    packed: bool,
     blocks: Mapping[str, Any],
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of z and of the values, those that are needed.
 
-    Without a remainder, the error of the output's rounding reaches the gradient of z.
+    Packed, nothing that the forward has found is read. Streaming without a remainder, the error of the output's
+    rounding reaches the gradient of z.
     """
-    sequences, tokens, width = z.shape
-    value_width = width if values is None else values.shape[-1]
+    (sequences, tokens, width), tied = z.shape, values is None
+    value_width = grad_output.shape[-1]
     grad_z = torch.empty_like(z) if needs_z else None
     grad_values = torch.empty_like(values) if needs_values and values is not None else None
-    blocks_per_sequence = triton.cdiv(tokens, blocks["ROWS"])
-    norms = row_dots(z, z) if energy else None
-    delta = row_dots(grad_output, output, remainder) if needs_z else None
-    if sequences and tokens:
-        streaming_backward_kernel[(sequences * blocks_per_sequence,)](
-            *(z, values, norms, grad_output, log_sum_exp, delta, grad_z, grad_values, lengths),
-            *(tokens, blocks_per_sequence),
+    if not sequences or not tokens:
+        return grad_z, grad_values
+    if packed:
+        per_tile = blocks["ROWS"] // tokens
+        packed_backward_kernel[(triton.cdiv(sequences, per_tile),)](
+            *(z, z if tied else values, grad_output, grad_z, grad_values, lengths),
+            *(sequences, tokens, per_tile),
             scale,
             WIDTH=width,
             VALUE_WIDTH=value_width,
-            BLOCK_WIDTH=_block_width(width),
-            BLOCK_VALUE_WIDTH=_block_width(value_width),
-            TIED=values is None,
+            ENERGY=energy,
+            TIED=tied,
             **blocks,
         )
+        return grad_z, grad_values
+    blocks_per_sequence = triton.cdiv(tokens, blocks["ROWS"])
+    norms = row_dots(z, z) if energy else None
+    delta = row_dots(grad_output, output, remainder) if needs_z else None
+    streaming_backward_kernel[(sequences * blocks_per_sequence,)](
+        *(z, values, norms, grad_output, log_sum_exp, delta, grad_z, grad_values, lengths),
+        *(tokens, blocks_per_sequence),
+        scale,
+        WIDTH=width,
+        VALUE_WIDTH=value_width,
+        BLOCK_WIDTH=block_width(width),
+        BLOCK_VALUE_WIDTH=block_width(value_width),
+        TIED=tied,
+        **blocks,
+    )
     return grad_z, grad_values
 
 
 def row_dots(left: Tensor, right: Tensor, remainder: Tensor | None = None) -> Tensor:
     """`Σ left ∘ (right + remainder)` over the last dimension, `[..., width]` (contiguous) → `[...]` float32."""
-    rows, width = left.shape[:-1].numel(), left.shape[-1]
-    output = left.new_empty(left.shape[:-1], dtype=torch.float32)
-    held = _block_width(width)
+    output, width = left.new_empty(left.shape[:-1], dtype=torch.float32), left.shape[-1]
+    held = block_width(width)
     height = max(1, 2048 // held)
-    if rows:
-        row_dots_kernel[(triton.cdiv(rows, height),)](
-            *(left, right, remainder, output, rows),
-            WIDTH=width,
-            BLOCK_WIDTH=held,
-            ROWS=height,
-            num_warps=4,
-            num_stages=1,
-            enable_fp_fusion=True,
-        )
+    options = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
+    row_dots_kernel[(triton.cdiv(output.numel(), height),)](
+        *(left, right, remainder, output, output.numel()), WIDTH=width, BLOCK_WIDTH=held, ROWS=height, **options
+    )
     return output
-
-
-def _block_width(width: int) -> int:
-    return max(16, triton.next_power_of_2(width))

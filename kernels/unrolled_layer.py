@@ -18,7 +18,7 @@ Without codes they are H = (1/c) X D, which nobody forms: with V = Z − X in th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from cdt_fast.kernels._common import (
     block_share,
+    block_width,
     load_atoms,
     load_rows,
     rows_of_sequences,
@@ -60,22 +61,7 @@ BACKWARD_BLOCKS = {
     "ampere": _blocks(64, 64, 32, 8, 2),
     "hopper": _blocks(64, 64, 32, 8, 2),
 }
-LEAN_BACKWARD_BLOCKS = {
-    **BACKWARD_BLOCKS,
-    "consumer": _blocks(64, 64, 32, 8, 2),
-    "hopper": _blocks(64, 32, 32, 4, 3),
-}
-
-
-class Gradients(NamedTuple):
-    """The gradients before the dictionaries' products; None if not needed."""
-
-    update: Tensor  # dU, like the codes, for the dictionary's gradient
-    residual: Tensor | None  # (1/c)(X − A Z), like the signal, for the dictionary's gradient
-    next_projection: Tensor | None  # the whole dZ⁺, with the loss's part in it
-    signal: Tensor
-    projection: Tensor | None
-    codes: Tensor | None
+LEAN_BACKWARD_BLOCKS = {**BACKWARD_BLOCKS, "consumer": _blocks(64, 64, 32, 8, 2), "hopper": _blocks(64, 32, 32, 4, 3)}
 
 
 @triton.jit
@@ -320,25 +306,11 @@ def _share(sequences: int, tokens: int, processors: int, blocks: Mapping[str, An
     return min(triton.cdiv(programs, wave) * wave, sequences)
 
 
-def forward(
-    codes: Tensor | None,
-    signal: Tensor,
-    dictionary: Tensor,
-    projection: Tensor,
-    next_dictionary: Tensor | None,
-    target: Tensor | None,
-    lengths: Tensor | None,
-    step: float,
-    threshold: float,
-    scale: float,
-    nonlinearity: str,
-    processors: int,
-    blocks: Mapping[str, Any],
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """H⁺ `[B, T, m]`, Z⁺ `[B, T, k]` and, with a target, the squared error of each block's sequences, float32.
-
-    All tensors are contiguous and, but for the target, of one dtype; T is at most 64, n and k at most 256.
-    """
+# The layer: the resolved arguments of `cdt_fast.ops.unrolled_layer`, contiguous and, but for the target, of one dtype;
+# T is at most 64, n and k at most 256.
+def forward(layer: Any, processors: int, blocks: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor | None]:
+    """H⁺ `[B, T, m]`, Z⁺ `[B, T, k]` and, with a target, the squared error of each block's sequences, float32."""
+    codes, signal, dictionary, projection, next_dictionary, target, lengths, step, threshold, scale, name = layer
     (sequences, tokens, width), code_width = signal.shape, dictionary.shape[1]
     next_width = width if next_dictionary is None else next_dictionary.shape[0]
     programs = _share(sequences, tokens, processors, blocks)
@@ -354,42 +326,31 @@ def forward(
             *(step, threshold, scale),
             CODE_WIDTH=code_width,
             WIDTH=width,
-            BLOCK_WIDTH=_block_width(width),
+            BLOCK_WIDTH=block_width(width),
             NEXT_WIDTH=next_width,
-            BLOCK_NEXT_WIDTH=_block_width(next_width),
-            NONLINEARITY=nonlinearity,
+            BLOCK_NEXT_WIDTH=block_width(next_width),
+            NONLINEARITY=name,
             **blocks,
         )
     return next_codes, next_projection, errors
 
 
 def backward(
-    codes: Tensor | None,
-    signal: Tensor,
-    dictionary: Tensor,
-    projection: Tensor,
-    next_dictionary: Tensor | None,
-    target: Tensor | None,
-    lengths: Tensor | None,
+    layer: Any,
     next_codes: Tensor,
     next_projection: Tensor | None,
     grad_next_codes: Tensor | None,
     grad_next_projection: Tensor | None,
     grad_error: Tensor | None,
-    step: float,
-    scale: float,
-    nonlinearity: str,
     needs_codes: bool,
     needs_signal: bool,
     needs_dictionary: bool,
     needs_projection: bool,
     processors: int,
     blocks: Mapping[str, Any],
-) -> Gradients:
-    """The gradients of `forward` that are needed; `signal` means nothing if it is not.
-
-    All tensors are contiguous and, but for the target and the gradient of the error, of one dtype.
-    """
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor | None, Tensor | None]:
+    """dU, (1/c)(X − A Z), the whole dZ⁺, dX, dZ and dH; None or, for dX, anything, if not needed."""
+    codes, signal, dictionary, projection, next_dictionary, target, lengths, step, _, scale, name = layer
     (sequences, tokens, width), code_width = signal.shape, dictionary.shape[1]
     next_width = width if next_dictionary is None else next_dictionary.shape[0]
     target = None if grad_error is None else target
@@ -399,34 +360,26 @@ def backward(
     grad_residual = grad_projection
     if needs_signal or grad_residual is None:
         grad_residual = torch.empty_like(signal)
-    apart = codes is None and needs_signal
-    gradients = Gradients(
-        update=torch.empty_like(next_codes),
-        residual=torch.empty_like(signal) if needs_dictionary else None,
-        next_projection=grad_next_projection if whole is None else whole,
-        signal=torch.empty_like(signal) if apart else grad_residual,
-        projection=grad_projection,
-        codes=torch.empty_like(next_codes) if needs_codes else None,
-    )
+    grad_signal = torch.empty_like(signal) if codes is None and needs_signal else None
+    update = torch.empty_like(next_codes)
+    residual = torch.empty_like(signal) if needs_dictionary else None
+    grad_codes = torch.empty_like(next_codes) if needs_codes else None
     programs = _share(sequences, tokens, processors, blocks)
     if programs:
         unrolled_backward_kernel[(programs,)](
             *(codes, signal, projection, dictionary, next_codes, next_projection, next_dictionary, target),
             *(grad_next_codes, grad_next_projection, grad_error, lengths),
-            *(gradients.update, whole, gradients.residual, grad_residual),
-            *(gradients.signal if apart else None, gradients.projection, gradients.codes),
+            *(update, whole, residual, grad_residual, grad_signal, grad_projection, grad_codes),
             *(sequences, tokens, programs),
             *(step, scale),
             CODE_WIDTH=code_width,
             WIDTH=width,
-            BLOCK_WIDTH=_block_width(width),
+            BLOCK_WIDTH=block_width(width),
             NEXT_WIDTH=next_width,
-            BLOCK_NEXT_WIDTH=_block_width(next_width),
-            NONLINEARITY=nonlinearity,
+            BLOCK_NEXT_WIDTH=block_width(next_width),
+            NONLINEARITY=name,
             **blocks,
         )
-    return gradients
-
-
-def _block_width(width: int) -> int:
-    return max(16, triton.next_power_of_2(width))
+    grad_next = grad_next_projection if whole is None else whole
+    grad_signal = grad_residual if grad_signal is None else grad_signal
+    return update, residual, grad_next, grad_signal, grad_projection, grad_codes

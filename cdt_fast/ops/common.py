@@ -103,13 +103,6 @@ def unavailable_reason() -> str | None:
         oldest = ".".join(map(str, OLDEST_TRITON))
         return f"Triton {triton.__version__} is too old: {oldest} or newer is needed"
     if interpreting():
-        import numpy
-
-        # The interpreter converts arrays of one element to a number, which NumPy refuses since 2.4.
-        if version < (3, 7) and numpy.lib.NumpyVersion(numpy.__version__) >= "2.4.0":
-            return (
-                f"Triton {triton.__version__}'s interpreter needs NumPy below 2.4, and {numpy.__version__} is installed"
-            )
         return None
     if torch.version.hip is not None:
         return "the kernels are written for NVIDIA GPUs, and this torch is built for AMD's"
@@ -314,7 +307,7 @@ def is_plain_eager(*tensors: Tensor | None) -> bool:
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
-@torch.compiler.assume_constant_result
+@_constant
 def _inside_transform() -> bool:
     return _functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
@@ -335,13 +328,7 @@ def _is_transformed(tensor: Tensor) -> bool:
 
 
 def caller(direct: Any, operator: Any, *tensors: Tensor | None) -> Callable[..., Any]:
-    """How to run an op on these tensors: its autograd function or, without a gradient, its forward; else its operator.
-
-    Args:
-        direct: the `torch.autograd.Function` that calls the implementation without torch's dispatcher.
-        operator: the same as an operator of `torch.library`.
-        tensors: what may require a gradient.
-    """
+    """How an op runs on these tensors: by its autograd function, without a gradient by its forward, or as operator."""
     if not is_plain_eager(*tensors):
         return operator
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors if tensor is not None):
@@ -354,6 +341,18 @@ def define(name: str, schema: str, function: Callable[..., Any], fake: Callable[
     operator = torch.library.custom_op(f"cdt_fast::{name}", function, mutates_args=(), schema=schema)
     operator.register_fake(fake)
     return operator
+
+
+def differentiable(
+    name: str, schema: str, forward: Any, fake: Callable[..., Any], setup_context: Any, backward: Any
+) -> tuple[Any, Any]:
+    """Make an op that can be differentiated once: its autograd function, and its operator as in `define`."""
+    backward = once_differentiable(name)(backward)
+    methods = {"forward": forward, "setup_context": setup_context, "backward": backward}
+    direct = type(name, (torch.autograd.Function,), {name: staticmethod(method) for name, method in methods.items()})
+    operator = define(name, schema, forward, fake)
+    operator.register_autograd(backward, setup_context=setup_context)
+    return direct, operator
 
 
 def once_differentiable(op: str) -> Callable[[Function], Function]:
@@ -584,24 +583,16 @@ def padding_mask(lengths: Tensor | None, tokens: Tensor) -> Tensor | None:
 
 def without_padding(tokens: Tensor, padding: Tensor | None) -> Tensor:
     """`tokens` with zeros at the padding, so that whatever stands there (NaN too) reaches no result and no gradient."""
-    if padding is None:
-        return tokens
-    if tokens.device.type == "cpu" and is_plain_eager(tokens):
-        # A broadcast mask is looked up number by number, at five times the cost of a copy.
-        rows = tokens.reshape(padding.numel(), tokens.shape[-1])
-        return rows.index_fill(0, padding.flatten().nonzero().squeeze(1), 0.0).view(tokens.shape)
-    return tokens.masked_fill(padding.unsqueeze(-1), 0.0)
+    return tokens if padding is None else clear_padding_(tokens.clone(memory_format=torch.contiguous_format), padding)
 
 
 def clear_padding_(tokens: Tensor, padding: Tensor | None) -> Tensor:
-    """`without_padding` in place, for a contiguous gradient that 0 · NaN may have reached."""
-    if padding is None:
-        return tokens
-    if tokens.device.type == "cpu":  # as above
-        rows = tokens.view(padding.numel(), tokens.shape[-1])
-        rows.index_fill_(0, padding.flatten().nonzero().squeeze(1), 0.0)
-        return tokens
-    return tokens.masked_fill_(padding.unsqueeze(-1), 0.0)
+    """`without_padding` in place, for contiguous tokens."""
+    if padding is None or tokens.device.type != "cpu" or not is_plain_eager(tokens):
+        return tokens if padding is None else tokens.masked_fill_(padding.unsqueeze(-1), 0.0)
+    # A broadcast mask is looked up number by number, at five times the cost of a copy.
+    rows_of(tokens).index_fill_(0, padding.flatten().nonzero().squeeze(1), 0.0)
+    return tokens
 
 
 # Shrinkage
@@ -684,17 +675,16 @@ def product_over_rows(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """`total += leftᵀ right`, `[n, m]` from `[rows, n]` and `[rows, m]`; a total of at least float32."""
-    if total.dtype == right.dtype or _adds_in_float32(right.device, right.dtype):
-        wider: dict[str, Any] = {} if total.dtype == right.dtype else {"out_dtype": total.dtype}
+    """`total += leftᵀ right`, `[n, m]` from `[rows, n]` and `[rows, m]`; a total of at least their dtype."""
+    wider: dict[str, Any] = {} if total.dtype == right.dtype else {"out_dtype": total.dtype}
+    if not wider or _adds_in_float32(right.device, right.dtype):
         torch.addmm(total, left.mT, right, out=total, **wider)
         return
     size = max(1, budget(PRODUCT_BYTES, right) // max(1, right.shape[1] * total.dtype.itemsize))
+    # A CPU has no product of narrow factors with a float32 result: there it is rounded once.
+    wider = {} if right.device.type == "cpu" else {"out_dtype": total.dtype}
     for part, columns in zip(total.split(size), left.split(size, 1), strict=True):
-        # A CPU has no product of narrow factors with a float32 result: there it is rounded once.
-        on_cpu = right.device.type == "cpu"
-        found = torch.mm(columns.mT, right) if on_cpu else torch.mm(columns.mT, right, out_dtype=total.dtype)
-        part.add_(found)
+        part.add_(torch.mm(columns.mT, right, **wider))
 
 
 @functools.cache

@@ -183,25 +183,23 @@ def _gradients_in_torch(
     total = torch.zeros_like(target, dtype=wide, memory_format=torch.contiguous_format) if needs_target else None
     rows_of_total = None if total is None else common.rows_of(total)
     gradients: list[Tensor] = []
-    halves: dict[int, Tensor] = {}
-    outputs: dict[int, Tensor | None] = {}
-    for number, (depth, factor, needed) in enumerate(zip(reconstructions, factors, needs, strict=True)):
+    work: list[tuple[Tensor, Tensor, Tensor | None]] = []
+    for depth, factor, needed in zip(reconstructions, factors, needs, strict=True):
         if needed:
             make = torch.zeros_like if factor is None else torch.empty_like
             gradients.append(make(depth, memory_format=torch.contiguous_format))
         if factor is not None and (needed or needs_target):
             # torch's gradient of a square has the 2 that is in the factors already.
-            halves[number] = factor.to(torch.promote_types(depth.dtype, torch.float32)) * 0.5
-            outputs[number] = common.rows_of(gradients[-1]) if needed else None
+            half = factor.to(torch.promote_types(depth.dtype, torch.float32)) * 0.5
+            work.append((common.rows_of(depth), half, common.rows_of(gradients[-1]) if needed else None))
 
-    for rows, hidden, parts in _blocks([reconstructions[number] for number in outputs], target, padding):
-        for number, output in outputs.items():
-            depth = common.rows_of(reconstructions[number])[rows]
+    for rows, hidden, parts in _blocks([depth for depth, _, _ in work], target, padding):
+        for depth, half, output in work:
             goal, block = parts[_widest([depth])]
             if output is not None and output.dtype == block.dtype:
                 block = output[rows]
-            depth = _cast(depth, block)
-            torch.ops.aten.mse_loss_backward.grad_input(halves[number], depth, goal, _SUM, grad_input=block)
+            depth = _cast(depth[rows], block)
+            torch.ops.aten.mse_loss_backward.grad_input(half, depth, goal, _SUM, grad_input=block)
             if hidden is not None:
                 block.masked_fill_(hidden, 0.0)
             if rows_of_total is not None:
@@ -275,8 +273,7 @@ _operator = common.define(
     lambda reconstructions, target, *others: target.new_empty(len(reconstructions), dtype=_widest(reconstructions)),
 )
 _operator.register_autograd(
-    _operator_backward,
-    setup_context=lambda ctx, inputs, output: _setup_context(ctx, (*inputs[1:], *inputs[0]), output),
+    _operator_backward, setup_context=lambda ctx, inputs, output: _setup_context(ctx, (*inputs[1:], *inputs[0]), output)
 )
 _gradients_operator = common.define(
     "layerwise_reconstruction_loss_backward",

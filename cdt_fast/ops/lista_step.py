@@ -46,7 +46,7 @@ def lista_step(
     step = common.check_factor("step", step, non_negative=True, dtype=dtype)
     threshold = common.check_factor("threshold", threshold, non_negative=True, dtype=dtype)
     rows = common.rows_of(codes).to(dtype)
-    next_codes, _ = common.caller(_ListaStep, _operator, codes, signal, dictionary)(
+    next_codes, _ = common.caller(_direct, _operator, codes, signal, dictionary)(
         rows,
         common.rows_of(signal).to(dtype),
         dictionary,
@@ -153,12 +153,8 @@ def _gradients(
 
 
 def _gradients_fake(grad_output: Tensor, output: Tensor, dictionary: Tensor, *others: Any) -> list[Tensor]:
-    *_, needs_codes, needs_signal, needs_dictionary, _ = others
-    return [
-        *([output.new_empty(output.shape)] if needs_codes else []),
-        *([output.new_empty((output.shape[0], dictionary.shape[0]))] if needs_signal else []),
-        *([dictionary.new_empty(dictionary.shape)] if needs_dictionary else []),
-    ]
+    shapes = output.shape, (output.shape[0], dictionary.shape[0])
+    return common.compress([*map(output.new_empty, shapes), dictionary.new_empty(dictionary.shape)], others[-4:-1])
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -170,7 +166,6 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.save_for_backward(next_codes, dictionary, codes if keeps else None, residual if keeps else None)
 
 
-@common.once_differentiable("lista_step")
 def _backward(ctx: Any, grad_output: Tensor | None, _: None) -> tuple[Any, ...]:
     if grad_output is None:
         return (None,) * 8
@@ -181,20 +176,15 @@ def _backward(ctx: Any, grad_output: Tensor | None, _: None) -> tuple[Any, ...]:
     return *common.scatter(found, needs), None, None, None, None, None
 
 
-class _ListaStep(torch.autograd.Function):
-    forward = staticmethod(_forward)
-    setup_context = staticmethod(_setup_context)
-    backward: Any = staticmethod(_backward)
-
-
-_operator = common.define(
+_direct, _operator = common.differentiable(
     "lista_step",
     "(Tensor codes, Tensor signal, Tensor dictionary, float step, float threshold, str nonlinearity, "
     "bool keep_residual, str backend) -> (Tensor, Tensor)",
     _forward,
     _forward_fake,
+    _setup_context,
+    _backward,
 )
-_operator.register_autograd(_backward, setup_context=_setup_context)
 _gradients_operator = common.define(
     "lista_step_backward",
     "(Tensor grad_output, Tensor output, Tensor dictionary, Tensor? codes, Tensor? residual, float step, "

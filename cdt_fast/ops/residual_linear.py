@@ -59,7 +59,7 @@ def residual_linear(
     alpha = common.check_factor("alpha", alpha, dtype=dtype)
     threshold = common.check_factor("threshold", threshold, non_negative=True, dtype=dtype)
     rows = common.rows_of(x).to(dtype)
-    output = common.caller(_ResidualLinear, _operator, x, weight, residual)(
+    output = common.caller(_direct, _operator, x, weight, residual)(
         rows,
         weight,
         residual if residual.dim() == 1 else common.rows_of(residual),
@@ -133,20 +133,12 @@ def _gradients(
 
 
 def _gradients_fake(
-    grad_output: Tensor,
-    output: Tensor | None,
-    x: Tensor | None,
-    weight: Tensor | None,
-    dtype: torch.dtype,
-    *others: Any,
+    grad_output: Tensor, _: Any, x: Tensor | None, weight: Tensor | None, dtype: torch.dtype, *others: Any
 ) -> list[Tensor]:
     rows, columns = grad_output.shape
-    shapes = (
-        None if weight is None else grad_output.new_empty((rows, weight.shape[0])),
-        None if x is None else grad_output.new_empty((x.shape[1], columns), dtype=dtype),
-        grad_output.new_empty((rows, columns)),
-    )
-    return common.compress(shapes, (weight is not None, x is not None, others[-1]))
+    found = [] if weight is None else [grad_output.new_empty((rows, weight.shape[0]))]
+    found += [] if x is None else [grad_output.new_empty((x.shape[1], columns), dtype=dtype)]
+    return [*found, grad_output.new_empty((rows, columns))] if others[-1] else found
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -160,7 +152,6 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.weight_dtype, ctx.residual_dtype, ctx.residual_is_bias = weight.dtype, residual.dtype, residual.dim() == 1
 
 
-@common.once_differentiable("residual_linear")
 def _backward(ctx: Any, grad_output: Tensor | None) -> tuple[Any, ...]:
     if grad_output is None:
         return (None,) * 7
@@ -174,19 +165,14 @@ def _backward(ctx: Any, grad_output: Tensor | None) -> tuple[Any, ...]:
     return *common.scatter(found, needs), None, None, None, None
 
 
-class _ResidualLinear(torch.autograd.Function):
-    forward = staticmethod(_forward)
-    setup_context = staticmethod(_setup_context)
-    backward: Any = staticmethod(_backward)
-
-
-_operator = common.define(
+_direct, _operator = common.differentiable(
     "residual_linear",
     "(Tensor x, Tensor weight, Tensor residual, float alpha, float threshold, str nonlinearity, str backend) -> Tensor",
     _forward,
     _forward_fake,
+    _setup_context,
+    _backward,
 )
-_operator.register_autograd(_backward, setup_context=_setup_context)
 _gradients_operator = common.define(
     "residual_linear_backward",
     "(Tensor grad_output, Tensor? output, Tensor? x, Tensor? weight, ScalarType weight_dtype, float alpha, "

@@ -24,12 +24,7 @@ BYTES_OF_A_SUM = 256
 
 
 def symmetric_attention(
-    z: Tensor,
-    values: Tensor | None = None,
-    *,
-    scale: float = 1.0,
-    lengths: Tensor | None = None,
-    energy: bool = False,
+    z: Tensor, values: Tensor | None = None, *, scale: float = 1.0, lengths: Tensor | None = None, energy: bool = False
 ) -> Tensor:
     """Attention whose queries and keys are the same projection: `softmax_rows(scale · z zᵀ) · values`.
 
@@ -67,9 +62,9 @@ def symmetric_attention(
     # No tile holds the rows of a long sequence of wide tokens: a kernel would form their scores anew for each chunk of
     # the result, in 2.8 to 5.2 times the FLOP of the library's products.
     backend = common.choose_backend("symmetric_attention", tokens, multiplies=True)
-    if tokens.shape[1] > common.LONGEST and max(z.shape[-1], 0 if values is None else values.shape[-1]) > common.WIDEST:
+    if tokens.shape[1] > common.LONGEST and _widest(z, values) > common.WIDEST:
         backend = "torch"
-    output, *_ = common.caller(_SymmetricAttention, _operator, z, values)(
+    output, *_ = common.caller(_direct, _operator, z, values)(
         tokens,
         None if values is None else common.sequences(values, dtype),
         common.length_of_each(lengths),
@@ -82,12 +77,7 @@ def symmetric_attention(
 
 
 def symmetric_attention_reference(
-    z: Tensor,
-    values: Tensor | None = None,
-    *,
-    scale: float = 1.0,
-    lengths: Tensor | None = None,
-    energy: bool = False,
+    z: Tensor, values: Tensor | None = None, *, scale: float = 1.0, lengths: Tensor | None = None, energy: bool = False
 ) -> Tensor:
     """The formula of `symmetric_attention`, in any dtype, differentiated by torch."""
     padding = common.padding_mask(lengths, z)
@@ -124,14 +114,11 @@ def _forward(
         from cdt_fast.kernels import symmetric_attention as kernels
 
         with common.or_plain_torch("symmetric_attention"):
-            if z.shape[1] <= common.LONGEST:
-                blocks = common.blocks_for(kernels.PACKED_BLOCKS, z, z.shape[1])
-                output, log_sum_exp = kernels.packed_forward(z, values, lengths, scale, energy, blocks)
-                return output, log_sum_exp, output.new_empty(0)
-            blocks = common.blocks_for(kernels.STREAMING_BLOCKS, z, _widest(z, values))
-            remains = keeps and z.element_size() == 2
-            output, log_sum_exp, kept = kernels.streaming_forward(z, values, lengths, scale, energy, remains, blocks)
-            return output, log_sum_exp, output.new_empty(0) if kept is None else kept
+            packed, keeps_remainder = _packed(z), _keeps_remainder(z, keeps)
+            table = kernels.PACKED_BLOCKS if packed else kernels.STREAMING_BLOCKS
+            blocks = common.blocks_for(table, z, z.shape[1] if packed else _widest(z, values))
+            found = kernels.forward(z, values, lengths, scale, energy, packed, keeps_remainder, blocks)
+            return found[0], found[1], z.new_empty(0) if found[2] is None else found[2]
     kept = _memory_to_keep(z, values, keeps)
     output = torch.empty_like(z if values is None else values)
     padding = common.padding_mask(lengths, z)
@@ -157,8 +144,7 @@ def _forward_fake(
     log_sum_exp = z.new_empty(z.shape[:-1] if on_triton else (0,), dtype=torch.promote_types(z.dtype, torch.float32))
     if not on_triton:
         return output, log_sum_exp, _memory_to_keep(z, values, keeps)
-    remains = keeps and z.element_size() == 2 and z.shape[1] > common.LONGEST
-    return output, log_sum_exp, output.new_empty(output.shape if remains else (0,))
+    return output, log_sum_exp, output.new_empty(output.shape if _keeps_remainder(z, keeps) else (0,))
 
 
 @common.outside_autocast
@@ -180,19 +166,12 @@ def _gradients(
     if log_sum_exp.numel() and backend == "triton":
         from cdt_fast.kernels import symmetric_attention as kernels
 
-        needs = needs_z, needs_values
         with common.or_plain_torch("symmetric_attention"):
-            if z.shape[1] <= common.LONGEST:
-                table = kernels.PACKED_BACKWARD_BLOCKS if needs_z else kernels.PACKED_BLOCKS
-                blocks = common.blocks_for(table, z, z.shape[1])
-                found = kernels.packed_backward(grad_output, z, values, lengths, scale, energy, *needs, blocks)
-            else:
-                blocks = common.blocks_for(kernels.STREAMING_BACKWARD_BLOCKS, z, _widest(z, values))
-                remainder = kept if kept.dim() > 1 else None
-                found = kernels.streaming_backward(
-                    *(grad_output, z, values, lengths, output, log_sum_exp, remainder),
-                    *(scale, energy, *needs, blocks),
-                )
+            packed, remainder = _packed(z), kept if kept.dim() > 1 else None
+            table = kernels.PACKED_BACKWARD_BLOCKS if packed else kernels.STREAMING_BACKWARD_BLOCKS
+            blocks = common.blocks_for(table, z, z.shape[1] if packed else _widest(z, values))
+            tensors = grad_output, z, values, lengths, output, log_sum_exp, remainder
+            found = kernels.backward(*tensors, scale, energy, needs_z, needs_values, packed, blocks)
             return [gradient for gradient in found if gradient is not None]
     if log_sum_exp.numel():  # the forward was a kernel's, which keeps something else
         kept = z.new_empty(0, dtype=torch.promote_types(z.dtype, torch.float32))
@@ -217,7 +196,6 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.save_for_backward(z, values, lengths, result, log_sum_exp, kept)
 
 
-@common.once_differentiable("symmetric_attention")
 def _backward(ctx: Any, grad_output: Tensor | None, *_: None) -> tuple[Any, ...]:
     if grad_output is None:
         return (None,) * 7
@@ -228,20 +206,15 @@ def _backward(ctx: Any, grad_output: Tensor | None, *_: None) -> tuple[Any, ...]
     return *common.scatter(found, needs), None, None, None, None, None
 
 
-class _SymmetricAttention(torch.autograd.Function):
-    forward = staticmethod(_forward)
-    setup_context = staticmethod(_setup_context)
-    backward: Any = staticmethod(_backward)
-
-
-_operator = common.define(
+_direct, _operator = common.differentiable(
     "symmetric_attention",
     "(Tensor z, Tensor? values, Tensor? lengths, float scale, bool energy, bool keeps, str backend) "
     "-> (Tensor, Tensor, Tensor)",
     _forward,
     _forward_fake,
+    _setup_context,
+    _backward,
 )
-_operator.register_autograd(_backward, setup_context=_setup_context)
 _gradients_operator = common.define(
     "symmetric_attention_backward",
     "(Tensor grad_output, Tensor z, Tensor? values, Tensor? lengths, Tensor output, Tensor log_sum_exp, Tensor kept, "
@@ -249,6 +222,16 @@ _gradients_operator = common.define(
     _gradients,
     _gradients_fake,
 )
+
+
+def _packed(z: Tensor) -> bool:
+    """Whether a tile of a kernel holds whole sequences."""
+    return z.shape[1] <= common.LONGEST
+
+
+def _keeps_remainder(z: Tensor, keeps: bool) -> bool:
+    """Whether a kernel's forward keeps what rounding takes from its output."""
+    return keeps and z.element_size() == 2 and not _packed(z)
 
 
 def _widest(z: Tensor, values: Tensor | None) -> int:
@@ -363,15 +346,7 @@ def attention_matrix(
     if out is None:
         wide = torch.promote_types(z.dtype, torch.float32)
         out = z.new_empty((z.shape[0], z[:, rows].shape[1], z.shape[1]), dtype=wide)
-    _scores_into(out, z, scale, padding, rows, energy)
-    # Over the scores: what is read again must not leave the caches for memory that is written once.
-    attention = torch.softmax(out, -1, out=out)
-    return attention if padding is None else attention.masked_fill_(padding[..., rows].unsqueeze(-1), 0.0)
-
-
-def _scores_into(out: Tensor, z: Tensor, scale: float, padding: Tensor | None, rows: slice, energy: bool) -> None:
-    if z.device.type == "cpu":
-        z = z.to(out.dtype)
+    z = z.to(out.dtype) if z.device.type == "cpu" else z
     # A factor of the tokens costs less than one of the scores; but 16 bits would round it.
     early = scale if z.dtype == out.dtype else 1.0
     some = z[:, rows]
@@ -382,6 +357,9 @@ def _scores_into(out: Tensor, z: Tensor, scale: float, padding: Tensor | None, r
         out -= (0.5 * scale) * z.to(out.dtype).square().sum(-1).unsqueeze(-2)
     if padding is not None:
         out.masked_fill_(padding.unsqueeze(-2), float("-inf"))
+    # Over the scores: what is read again must not leave the caches for memory that is written once.
+    attention = torch.softmax(out, -1, out=out)
+    return attention if padding is None else attention.masked_fill_(padding[..., rows].unsqueeze(-1), 0.0)
 
 
 def grad_of_attention(given: Tensor, values: Tensor, output: Tensor, dtype: torch.dtype) -> Tensor:

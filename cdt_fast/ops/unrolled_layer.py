@@ -128,16 +128,15 @@ def unrolled_layer(
     projection = None if projection is None else common.sequences(projection, dtype)
     target = None if target is None else common.sequences(target.detach(), target.dtype)
     lengths = common.length_of_each(lengths)
-    nonlinearity_used = common.effective_nonlinearity(nonlinearity, threshold)
     backend = common.choose_backend("unrolled_layer", rows, multiplies=True)
     tensors = rows, codes_given, dictionary, projection, next_dictionary
-    numbers = step, threshold, scale, nonlinearity_used
+    numbers = step, threshold, scale, common.effective_nonlinearity(nonlinearity, threshold)
     if _runs_as_one(rows, next_dictionary, backend):
-        if casts is None and dictionary.dtype != dtype:  # once, for both directions
+        if casts is None:  # once, for both directions
             casts = _cast(dictionary, dtype), None if next_dictionary is None else _cast(next_dictionary, dtype)
-        low, next_low = (None, None) if casts is None else (casts[0], None if next_dictionary is None else casts[1])
-        call = common.caller(_UnrolledLayer, _operator, *tensors)
-        next_codes, next_projection, _, error = call(*tensors, target, lengths, low, next_low, *numbers, backend)
+        lows = casts[0], None if next_dictionary is None else casts[1]
+        call = common.caller(_direct, _operator, *tensors)
+        next_codes, next_projection, _, error = call(*tensors, target, lengths, *lows, *numbers, backend)
     else:
         low, next_low = dictionary.to(dtype), None if next_dictionary is None else next_dictionary.to(dtype)
         if projection is None:
@@ -147,11 +146,8 @@ def unrolled_layer(
                 projection = counted @ low.mT
         layer = _Layer(codes_given, rows, low, projection, next_low, target, lengths, *numbers)
         next_codes, next_projection, error = _layer_of_ops(layer)
-    return UnrolledLayer(
-        next_codes.view(*signal.shape[:-1], code_width),
-        next_projection.view(next_shape),
-        None if target is None else error,
-    )
+    next_codes, next_projection = next_codes.view(*signal.shape[:-1], code_width), next_projection.view(next_shape)
+    return UnrolledLayer(next_codes, next_projection, None if target is None else error)
 
 
 def unrolled_layer_reference(
@@ -241,7 +237,7 @@ def _forward(
     next_dictionary: Tensor | None,  # D⁺, [k, m]; None: D
     target: Tensor | None,  # S, [B, T, k], for the squared error of Z⁺
     lengths: Tensor | None,  # [B], the tokens that count
-    low: Tensor | None,  # D in the dtype of the tokens, contiguous, if it is there already
+    low: Tensor,  # D in the dtype of the tokens, contiguous
     next_low: Tensor | None,  # D⁺ likewise
     step: float,
     threshold: float,
@@ -250,31 +246,25 @@ def _forward(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Next codes, next projection, the projection if it was not given (else an empty tensor), squared error."""
-    given = projection is not None
-    dictionary, next_dictionary = _of_tokens(dictionary, next_dictionary, low, next_low, signal.dtype, backend)
+    given, found = projection is not None, None
     if projection is None:
         assert codes is not None  # without codes the caller has computed a projection
         tokens = common.without_padding(codes, common.padding_mask(lengths, signal))
-        projection = _product_of_tokens(tokens, dictionary.mT)
-    found = None
-    tensors = codes, signal, dictionary, projection, next_dictionary, target, lengths
+        projection = _product_of_tokens(tokens, low.mT)
+    tensors = codes, signal, low, projection, next_low, target, lengths
     layer = _Layer(*tensors, step, threshold, scale, nonlinearity)
     if backend == "triton":
         from cdt_fast.kernels import unrolled_layer as kernels
 
-        lean = next_dictionary is None and lengths is None and _is_aligned(signal) and _is_aligned(dictionary)
-        widest = max(signal.shape[2], (dictionary if next_dictionary is None else next_dictionary).shape[0])
+        lean = next_low is None and lengths is None and _is_aligned(signal) and _is_aligned(low)
+        widest = max(signal.shape[2], (low if next_low is None else next_low).shape[0])
         blocks = common.blocks_for(kernels.LEAN_BLOCKS if lean else kernels.BLOCKS, signal, widest)
         with common.or_plain_torch("unrolled_layer"):
-            found = kernels.forward(*layer, common.card_of(signal).processors, blocks)
+            found = kernels.forward(layer, common.card_of(signal).processors, blocks)
     next_codes, next_projection, errors = found or _forward_in_torch(layer)
     wide = torch.promote_types(signal.dtype, torch.float32)
-    return (
-        next_codes,
-        next_projection,
-        signal.new_empty(0) if given else projection,
-        signal.new_zeros((), dtype=wide) if errors is None else errors.sum(),
-    )
+    error = signal.new_zeros((), dtype=wide) if errors is None else errors.sum()
+    return next_codes, next_projection, signal.new_empty(0) if given else projection, error
 
 
 def _forward_fake(
@@ -298,7 +288,7 @@ def _gradients(
     next_dictionary: Tensor | None,
     target: Tensor | None,
     lengths: Tensor | None,
-    low: Tensor | None,
+    low: Tensor,
     next_low: Tensor | None,
     next_codes: Tensor,  # H⁺
     next_projection: Tensor | None,  # Z⁺, read with a target
@@ -317,13 +307,13 @@ def _gradients(
     backend: str,
 ) -> list[Tensor]:
     """The gradients that are needed, in the order of the arguments."""
-    wide, next_wide, tied = dictionary, next_dictionary, next_dictionary is None
-    dictionary, next_dictionary = _of_tokens(dictionary, next_dictionary, low, next_low, signal.dtype, backend)
-    tensors = codes, signal, dictionary, projection, next_dictionary, target, lengths
-    given = next_codes, next_projection, grad_next_codes, grad_next_projection, grad_error
+    tied = next_dictionary is None
+    # No gradient depends on the threshold.
+    layer = _Layer(codes, signal, low, projection, next_low, target, lengths, step, 0.0, scale, nonlinearity)
+    gradients = next_codes, next_projection, grad_next_codes, grad_next_projection, grad_error
     projects = needs_projection if projection_given else needs_codes or needs_dictionary
-    needs = needs_codes, needs_signal, needs_dictionary, projects
-    parts = None
+    given = *gradients, needs_codes, needs_signal, needs_dictionary, projects
+    found = None
     if backend == "triton":
         from cdt_fast.kernels import unrolled_layer as kernels
 
@@ -331,37 +321,32 @@ def _gradients(
         blocks = common.blocks_for(kernels.LEAN_BACKWARD_BLOCKS if lean else kernels.BACKWARD_BLOCKS, signal)
         processors = common.card_of(signal).processors
         with common.or_plain_torch("unrolled_layer"):
-            parts = kernels.backward(*tensors, *given, step, scale, nonlinearity, *needs, processors, blocks)
-    if parts is None:
-        layer = _Layer(*tensors, step, 0.0, scale, nonlinearity)  # no gradient depends on the threshold
-        parts = _backward_in_torch(layer, *given, *needs)
-    update, residual, grad_next, grad_signal, grad_projection, grad_codes = parts
+            found = kernels.backward(layer, *given, processors, blocks)
+    found = found or _backward_in_torch(layer, *given)
+    update, residual, grad_next, grad_signal, grad_projection, grad_codes = found
     padding = common.padding_mask(lengths, signal)
     grad_dictionary = grad_next_dictionary = None
     if needs_dictionary:
         assert residual is not None
-        grad_dictionary = common.product_over_rows(common.rows_of(residual), common.rows_of(update), wide.dtype)
-    if needs_dictionary if tied else needs_next_dictionary:
-        if grad_next is not None:
-            rows = common.rows_of(common.without_padding(grad_next, padding))
-            if tied and grad_dictionary is not None:
-                _add_product(grad_dictionary, rows, common.rows_of(next_codes))
-            else:
-                dtype = wide.dtype if next_wide is None else next_wide.dtype
-                grad_next_dictionary = common.product_over_rows(rows, common.rows_of(next_codes), dtype)
-        elif next_wide is not None:
-            grad_next_dictionary = next_wide.new_zeros(next_wide.shape)  # a loss of known weight zero
+        grad_dictionary = common.product_over_rows(common.rows_of(residual), common.rows_of(update), dictionary.dtype)
+    if grad_next is not None and (needs_dictionary if tied else needs_next_dictionary):
+        rows = common.rows_of(common.without_padding(grad_next, padding)), common.rows_of(next_codes)
+        if next_dictionary is not None:
+            grad_next_dictionary = common.product_over_rows(*rows, next_dictionary.dtype)
+        elif grad_dictionary is not None:
+            common.add_product(grad_dictionary, *rows)
+    elif next_dictionary is not None and needs_next_dictionary:
+        grad_next_dictionary = next_dictionary.new_zeros(next_dictionary.shape)  # a loss of known weight zero
     if not projection_given and grad_projection is not None:
         rows = common.rows_of(grad_projection)
         if grad_codes is not None:
-            common.rows_of(grad_codes).addmm_(rows, dictionary)
+            common.rows_of(grad_codes).addmm_(rows, low)
         if grad_dictionary is not None:
             assert codes is not None
-            _add_product(grad_dictionary, rows, common.rows_of(common.without_padding(codes, padding)))
+            common.add_product(grad_dictionary, rows, common.rows_of(common.without_padding(codes, padding)))
     gradients = grad_signal, grad_codes, grad_dictionary, grad_projection, grad_next_dictionary
-    return common.compress(
-        gradients, (needs_signal, needs_codes, needs_dictionary, needs_projection, needs_next_dictionary)
-    )
+    needs = needs_signal, needs_codes, needs_dictionary, needs_projection, needs_next_dictionary
+    return common.compress(gradients, needs)
 
 
 def _gradients_fake(*arguments: Any) -> list[Tensor]:
@@ -383,7 +368,6 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     )
 
 
-@common.once_differentiable("unrolled_layer")
 def _backward(
     ctx: Any, grad_codes: Tensor | None, grad_projection: Tensor | None, _: None, grad_error: Tensor | None
 ) -> tuple[Any, ...]:
@@ -405,24 +389,19 @@ def _backward(
     return *common.scatter(found, needs), *[None] * 9
 
 
-class _UnrolledLayer(torch.autograd.Function):
-    forward = staticmethod(_forward)
-    setup_context = staticmethod(_setup_context)
-    backward: Any = staticmethod(_backward)
-
-
 _TENSORS = (
     "Tensor signal, Tensor? codes, Tensor dictionary, Tensor? projection, Tensor? next_dictionary, Tensor? target, "
-    "Tensor? lengths, Tensor? low, Tensor? next_low"
+    "Tensor? lengths, Tensor low, Tensor? next_low"
 )
-_operator = common.define(
+_direct, _operator = common.differentiable(
     "unrolled_layer",
     f"({_TENSORS}, float step, float threshold, float scale, str nonlinearity, str backend) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
     _forward,
     _forward_fake,
+    _setup_context,
+    _backward,
 )
-_operator.register_autograd(_backward, setup_context=_setup_context)
 _gradients_operator = common.define(
     "unrolled_layer_backward",
     f"({_TENSORS}, Tensor next_codes, Tensor? next_projection, Tensor? grad_next_codes, Tensor? grad_next_projection, "
@@ -434,37 +413,12 @@ _gradients_operator = common.define(
 )
 
 
-def _of_tokens(
-    dictionary: Tensor,
-    next_dictionary: Tensor | None,
-    low: Tensor | None,
-    next_low: Tensor | None,
-    dtype: torch.dtype,
-    backend: str,
-) -> tuple[Tensor, Tensor | None]:
-    """Both dictionaries in the dtype of the tokens, for a kernel contiguous."""
-    if low is not None:
-        return low, next_low
-    dictionary, following = dictionary.to(dtype), None if next_dictionary is None else next_dictionary.to(dtype)
-    if backend == "triton":
-        dictionary, following = dictionary.contiguous(), None if following is None else following.contiguous()
-    return dictionary, following
-
-
 def _is_aligned(tensor: Tensor) -> bool:
     """Whether rows of a contiguous tensor start on multiples of 16 bytes: else loads are narrow, and the compiler
     passes what they load through more shared memory."""
     return (
         tensor.storage_offset() * tensor.element_size() % 16 == 0 and tensor.shape[-1] * tensor.element_size() % 16 == 0
     )
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """`total += leftᵀ right`, in one launch if the total is wide enough to be summed in."""
-    if total.element_size() < 4:
-        total += common.product_over_rows(left, right, total.dtype)
-    else:
-        common.add_product(total, left, right)
 
 
 # Plain torch, with the scores of all sequences at once

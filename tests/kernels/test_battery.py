@@ -31,7 +31,6 @@ from tests.ops.battery import (
     assert_close,
     assert_equal,
     assert_frozen_tensors_change_nothing,
-    assert_ignored_tokens_take_no_part,
     assert_padding_reaches_nothing,
     assert_repeats,
     between_nan,
@@ -207,11 +206,6 @@ def test_empty(name: str, device: torch.device) -> None:
 def test_what_stands_in_the_padding_reaches_nothing(name: str, poison: float, device: torch.device) -> None:
     for dtype in (torch.float32, torch.float16):
         assert_padding_reaches_nothing(name, poison, dtype, device)
-
-
-@pytest.mark.parametrize("name", ["layerwise_cross_entropy", "layerwise_cross_entropy with all"])
-def test_ignored_tokens_take_no_part(name: str, device: torch.device, dtype: torch.dtype) -> None:
-    assert_ignored_tokens_take_no_part(name, dtype, device)
 
 
 @pytest.mark.parametrize("name", OF_SAMPLES)
