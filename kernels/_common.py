@@ -55,12 +55,7 @@ def load_atoms(
 ):
     """`ATOMS` columns of a contiguous `[WIDTH, CODE_WIDTH]`, as `[BLOCK_WIDTH, ATOMS]`; zero elsewhere."""
     row = tl.arange(0, BLOCK_WIDTH)
-    atom = start + tl.arange(0, ATOMS)
-    return tl.load(
-        dictionary + row[:, None] * CODE_WIDTH + atom[None, :],
-        mask=(row < WIDTH)[:, None] & (atom < CODE_WIDTH)[None, :],
-        other=0.0,
-    )
+    return load_rows(dictionary, row, row < WIDTH, start, CODE_WIDTH, ATOMS)
 
 
 @triton.jit

@@ -48,9 +48,9 @@ def _tanh(y):
 
 
 @triton.jit
-def _capped(logits, softcap, HAS_SOFTCAP: tl.constexpr):
+def _capped(logits, softcap):
     x = logits.to(tl.float32)
-    if HAS_SOFTCAP:
+    if softcap is not None:
         x = softcap * _tanh(x / softcap)
     return x
 
@@ -70,18 +70,15 @@ def _finite(highest):
 # Chunks are slices of what belongs to all rows, which start anywhere.
 @triton.jit(do_not_specialize_on_alignment=["targets", "scales", "losses"])
 def cross_entropy_kernel(
-    logits,  # [rows, vocabulary], read, and written where GRADIENT
+    logits,  # [rows, vocabulary], read, and written with scales
     targets,  # [rows] int64
-    scales,  # [rows] float32, read where GRADIENT
-    losses,  # [rows] float32, written where LOSS
+    scales,  # [rows] float32 or None
+    losses,  # [rows] float32 or None
     vocabulary,
     logits_row_stride,
     ignore_index,
-    softcap,
+    softcap,  # a number or None
     smoothing,
-    LOSS: tl.constexpr,
-    GRADIENT: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
     HAS_SMOOTHING: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -97,7 +94,7 @@ def cross_entropy_kernel(
     # An ignored row is not read at all.
     for start in range(0, tl.where(ignored, 0, vocabulary), COLUMNS):
         mask = start + offsets < vocabulary
-        x = _capped(tl.load(logits + start + offsets, mask=mask, other=0.0), softcap, HAS_SOFTCAP)
+        x = _capped(tl.load(logits + start + offsets, mask=mask, other=0.0), softcap)
         if HAS_SMOOTHING:
             values += tl.where(mask, x, 0.0)
         x = tl.where(mask, x, float("-inf"))
@@ -107,16 +104,16 @@ def cross_entropy_kernel(
         highest = raised
     highest = _finite(highest)
     above = tl.log(tl.sum(exponentials, 0))
-    if LOSS:
+    if losses is not None:
         at_target = tl.load(logits + target, mask=inside & (target != ignore_index), other=0.0)
         # Not from the log-sum-exp: beside large logits that has lost the digits that a small loss consists of.
-        loss = above + (1.0 - smoothing) * (highest - _capped(at_target, softcap, HAS_SOFTCAP))
+        loss = above + (1.0 - smoothing) * (highest - _capped(at_target, softcap))
         if HAS_SMOOTHING:
             loss += smoothing * (highest - tl.sum(values, 0) / vocabulary)
         loss = tl.where(inside, loss, float("nan"))
         tl.store(losses + row, tl.where(ignored, 0.0, loss))
-    if GRADIENT:
-        if LOSS:
+    if scales is not None:
+        if losses is not None:
             # Each thread writes where it has read, but for `at_target`, which all of them have read.
             tl.debug_barrier()
         scale = tl.load(scales + row)
@@ -128,7 +125,7 @@ def cross_entropy_kernel(
             columns = start + offsets
             x = tl.load(logits + columns, mask=columns < read, other=0.0).to(tl.float32)
             decay = x
-            if HAS_SOFTCAP:
+            if softcap is not None:
                 decay = tl.exp(-2.0 * tl.abs(x / softcap))
                 x = softcap * _tanh(x / softcap)
             gradient = tl.exp(x - (highest + above))
@@ -136,7 +133,7 @@ def cross_entropy_kernel(
                 gradient -= smoothing / vocabulary
             # In float32 before the rounding: in bfloat16 p − 1 of a confident token would be noise.
             gradient = tl.where(columns == target, gradient - (1.0 - smoothing), gradient)
-            if HAS_SOFTCAP:
+            if softcap is not None:
                 gradient *= _slope(decay)
             gradient = tl.where(silent, 0.0, gradient * scale)
             tl.store(logits + columns, gradient.to(logits.dtype.element_ty), mask=columns < vocabulary)
@@ -167,11 +164,7 @@ def cross_entropy_(
         cross_entropy_kernel[(rows,)](
             *(logits, targets, scales, losses),
             *(vocabulary, logits.stride(0), ignore_index),
-            1.0 if softcap is None else softcap,
-            smoothing,
-            LOSS=losses is not None,
-            GRADIENT=scales is not None,
-            HAS_SOFTCAP=softcap is not None,
+            *(softcap, smoothing),
             HAS_SMOOTHING=smoothing != 0.0,
             **blocks,
         )

@@ -33,9 +33,9 @@ def _difference(reconstruction, target_block, offsets, kept):
 
 
 @triton.jit
-def _kept(padding, offsets, elements, width, HAS_PADDING: tl.constexpr):
+def _kept(padding, offsets, elements, width):
     kept = offsets < elements
-    if HAS_PADDING:
+    if padding is not None:
         kept = kept & (tl.load(padding + offsets // width, mask=kept, other=1) == 0)
     return kept
 
@@ -44,18 +44,17 @@ def _kept(padding, offsets, elements, width, HAS_PADDING: tl.constexpr):
 def reconstruction_forward_kernel(
     reconstructions,  # a tuple of DEPTHS tensors [elements]
     target,  # [elements]
-    padding,  # [elements / width], not 0 at padding
+    padding,  # [elements / width], not 0 at padding, or None
     partials,  # [DEPTHS, programs] float32
     elements,
     width,
     stride_depth,
     DEPTHS: tl.constexpr,
-    HAS_PADDING: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     program = tl.program_id(0)
     offsets = program.to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
-    kept = _kept(padding, offsets, elements, width, HAS_PADDING)
+    kept = _kept(padding, offsets, elements, width)
     target_block = tl.load(target + offsets, mask=kept, other=0.0).to(tl.float32)
     for depth in tl.static_range(DEPTHS):
         difference = _difference(reconstructions[depth], target_block, offsets, kept)
@@ -67,20 +66,18 @@ def reconstruction_backward_kernel(
     reconstructions,  # a tuple of DEPTHS tensors [elements]
     gradients,  # a tuple of DEPTHS tensors [elements]; those without their bit in WRITTEN are not touched
     target,  # [elements]
-    padding,  # [elements / width], not 0 at padding
+    padding,  # [elements / width], not 0 at padding, or None
     factors,  # [DEPTHS] float32
-    grad_target,  # [elements], written where WITH_TARGET
+    grad_target,  # [elements] or None
     elements,
     width,
     DEPTHS: tl.constexpr,
     WRITTEN: tl.constexpr,
-    WITH_TARGET: tl.constexpr,
-    HAS_PADDING: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     offsets = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     inside = offsets < elements
-    kept = _kept(padding, offsets, elements, width, HAS_PADDING)
+    kept = _kept(padding, offsets, elements, width)
     target_block = tl.load(target + offsets, mask=kept, other=0.0).to(tl.float32)
     total = tl.zeros([COLUMNS], tl.float32)
     for depth in tl.static_range(DEPTHS):
@@ -91,7 +88,7 @@ def reconstruction_backward_kernel(
         if (WRITTEN >> depth) & 1:
             tl.store(gradients[depth] + offsets, gradient.to(gradients[depth].dtype.element_ty), mask=inside)
         total += gradient
-    if WITH_TARGET:
+    if grad_target is not None:
         tl.store(grad_target + offsets, (0.0 - total).to(grad_target.dtype.element_ty), mask=inside)
 
 
@@ -109,11 +106,10 @@ def forward(
         reconstruction_forward_kernel[(programs,)](
             tuple(reconstructions),
             target,
-            target if padding is None else padding.view(torch.uint8),
+            None if padding is None else padding.view(torch.uint8),
             partials,
             *(elements, target.shape[-1], partials.stride(0)),
             DEPTHS=depths,
-            HAS_PADDING=padding is not None,
             **blocks,
         )
     return partials.sum(1)
@@ -136,21 +132,20 @@ def backward(
     gradients = [
         torch.empty_like(depth) if needed else depth for depth, needed in zip(reconstructions, needs, strict=True)
     ]
-    grad_target = torch.empty_like(target) if needs_target else target
+    grad_target = torch.empty_like(target) if needs_target else None
     programs = triton.cdiv(target.numel(), blocks["COLUMNS"])
     if programs:
         reconstruction_backward_kernel[(programs,)](
             tuple(reconstructions),
             tuple(gradients),
             target,
-            target if padding is None else padding.view(torch.uint8),
+            None if padding is None else padding.view(torch.uint8),
             factors,
             grad_target,
             *(target.numel(), target.shape[-1]),
             DEPTHS=len(reconstructions),
             WRITTEN=sum(1 << depth for depth, needed in enumerate(needs) if needed),
-            WITH_TARGET=needs_target,
-            HAS_PADDING=padding is not None,
             **blocks,
         )
-    return list(itertools.compress([*gradients, grad_target], [*needs, needs_target]))
+    found = list(itertools.compress(gradients, needs))
+    return found if grad_target is None else [*found, grad_target]

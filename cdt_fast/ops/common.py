@@ -28,7 +28,6 @@ Nonlinearity = Literal["soft_threshold", "hard_threshold", "relu", "identity"]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 OLDEST_TRITON = (3, 4)
-OLDEST_CAPABILITY = (8, 0)
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -123,18 +122,12 @@ def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
     if interpreting():
         # Products of bfloat16 tiles were off by 1e10 there, silently.
         return "Triton's interpreter computes bfloat16 products wrongly" if dtype == torch.bfloat16 else None
-    return _too_small_reason(device)
-
-
-@functools.cache
-def _too_small_reason(device: torch.device) -> str | None:
-    name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
-    if capability < OLDEST_CAPABILITY:
-        return f"{name} has compute capability {capability[0]}.{capability[1]}; 8.0 is needed"
-    memory = spec_of(device).shared_memory
-    if memory < SMALLEST.shared_memory:
-        return f"{name} has {memory // 1024} KiB of shared memory a block; {SMALLEST.shared_memory // 1024} are needed"
-    return None
+    spec = spec_of(device)
+    if spec.capability >= 80 and spec.shared_memory >= SMALLEST.shared_memory:
+        return None
+    name, kib, needed = (torch.cuda.get_device_name(device), spec.shared_memory // 1024, SMALLEST.shared_memory // 1024)
+    found = f"compute capability {spec.capability / 10} and {kib} KiB of shared memory a block"
+    return f"{name} has {found}; 8.0 and {needed} are needed"
 
 
 @functools.cache
@@ -238,28 +231,23 @@ def choose_backend(op: str, *tensors: Tensor, multiplies: bool = False) -> Backe
     return "triton"
 
 
-class or_plain_torch:
+@contextlib.contextmanager
+def or_plain_torch(op: str) -> Iterator[None]:
     """Around the kernels of `op`: if the compiler refuses one, go on behind the block, where plain torch stands.
 
     Plain torch replaces them from now on, with one warning. Any other error, and every error under "triton", is raised.
     """
 
-    def __init__(self, op: str) -> None:
-        self._op = op
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> bool:
-        if error is None or _setting == "triton" or interpreting() or not _from_the_compiler(error):
-            return False
-        if self._op not in _disabled:
-            _disabled.add(self._op)
+    try:
+        yield
+    except Exception as error:
+        if _setting == "triton" or interpreting() or not _from_the_compiler(error):
+            raise
+        if op not in _disabled:
+            _disabled.add(op)
             reason = next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), "")
-            warnings.warn(
-                f"{self._op} runs on plain torch from now on: its kernel failed: {reason}", RuntimeWarning, stacklevel=2
-            )
-        return True
+            told = f"{op} runs on plain torch from now on: its kernel failed: {reason}"
+            warnings.warn(told, RuntimeWarning, stacklevel=3)
 
 
 def _from_the_compiler(error: BaseException) -> bool:

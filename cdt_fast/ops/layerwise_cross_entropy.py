@@ -18,8 +18,6 @@ from torch import Tensor
 from cdt_fast.checks import InputError, check_choice, check_integer, check_number, check_positive
 from cdt_fast.ops import common
 
-__all__ = ["layerwise_cross_entropy", "layerwise_cross_entropy_reference"]
-
 # Bytes of a chunk's logits: enough rows for the products to run at full speed (on a GPU thousands, also for a
 # vocabulary of 128,256), and little beside the gradients.
 CHUNK_BYTES = {"cpu": 16 * 2**20, "cuda": 512 * 2**20}

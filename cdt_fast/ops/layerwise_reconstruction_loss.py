@@ -12,8 +12,6 @@ from torch import Tensor
 from cdt_fast.checks import InputError, check_choice
 from cdt_fast.ops import common
 
-__all__ = ["layerwise_reconstruction_loss", "layerwise_reconstruction_loss_reference"]
-
 # Numbers that plain torch takes at a time. With fewer the calls of torch cost most, with more the memory does; on a GPU
 # without the kernel the launches cost most.
 NUMBERS_A_BLOCK = {"cpu": 2**19, "cuda": 2**25}

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from cdt_fast.ops import common
 
-__all__ = ["lista_step", "lista_step_reference"]
-
 
 def lista_step(
     codes: Tensor,

@@ -10,8 +10,6 @@ from torch import Tensor
 from cdt_fast.checks import InputError, check_choice
 from cdt_fast.ops import common
 
-__all__ = ["residual_linear", "residual_linear_reference"]
-
 
 def residual_linear(
     x: Tensor,

@@ -8,8 +8,6 @@ from torch import Tensor
 from cdt_fast.checks import InputError
 from cdt_fast.ops import common
 
-__all__ = ["soft_threshold", "soft_threshold_reference"]
-
 
 def soft_threshold(x: Tensor, threshold: float | Tensor) -> Tensor:
     """Shrinkage `S_θ(x) = sign(x) · max(|x| − θ, 0)`, the proximal operator of `θ‖x‖₁`.

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from cdt_fast.ops import common
 
-__all__ = ["symmetric_attention", "symmetric_attention_reference"]
-
 # On a CPU the attention of a call is kept for its backward if it has no more bytes: computing it again takes longer.
 KEPT_BYTES = 64 * 2**20
 # Plain torch forms this many bytes of scores at a time: memory then grows with T and not with T². On a CPU a quarter of

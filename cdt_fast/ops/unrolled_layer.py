@@ -19,8 +19,6 @@ from cdt_fast.ops.symmetric_attention import (
     symmetric_attention_reference,
 )
 
-__all__ = ["UnrolledLayer", "unrolled_layer", "unrolled_layer_reference"]
-
 # Beyond this many bytes plain torch does not hold the scores of all sequences at once.
 HELD_SCORE_BYTES = 64 * 2**20
 
@@ -426,16 +424,12 @@ def _is_aligned(tensor: Tensor) -> bool:
 
 def _forward_in_torch(layer: _Layer) -> tuple[Tensor, Tensor, Tensor | None]:
     """H⁺ `[B, T, m]`, Z⁺ `[B, T, k]` and, with a target, its squared error `[1]`."""
-    codes, signal, dictionary, projection, next_dictionary, target, lengths, step, threshold, scale, name = layer
-    padding = common.padding_mask(lengths, signal)
-    signal, projection, values = _signal_projection_values(codes, signal, projection, padding)
-    codes = None if codes is None else common.without_padding(codes, padding)
+    _, _, dictionary, _, next_dictionary, target, _, step, threshold, scale, name = layer
+    padding, codes, signal, projection, values = _without_padding(layer)
     attention = attention_matrix(projection, scale, padding).to(signal.dtype)
     residual = torch.baddbmm(signal, attention, values, alpha=-1)
     if codes is None:
         next_codes = _product_of_tokens(residual.mul_(step), dictionary)
-    elif signal.shape[1] == 1:  # the attention of a single token is 1
-        next_codes = _product_of_tokens(residual.mul_(step), dictionary, codes)
     else:
         next_codes = _product_of_tokens(residual, dictionary).baddbmm_(attention, codes, beta=step)
     common.shrink_(next_codes, threshold, name)
@@ -462,21 +456,17 @@ def _backward_in_torch(
     is `next codes ≠ 0`. Sums into `[tokens, m]` run in place, inside the products where possible: on a CPU a fresh
     tensor of that size can cost as much as a product.
     """
-    codes, signal, dictionary, projection, next_dictionary, target, lengths, step, _, scale, nonlinearity = layer
-    padding = common.padding_mask(lengths, signal)
-    grad_next = _whole_grad(signal.dtype, next_projection, target, grad_next_projection, grad_error, padding)
-    signal, projection, values = _signal_projection_values(codes, signal, projection, padding)
-    codes = None if codes is None else common.without_padding(codes, padding)
-    following = dictionary if next_dictionary is None else next_dictionary
-    if grad_next is None and grad_next_codes is None:
-        grad_next = signal.new_zeros((*signal.shape[:-1], following.shape[0]))
+    _, _, dictionary, _, next_dictionary, target, _, step, _, scale, nonlinearity = layer
+    padding, codes, signal, projection, values = _without_padding(layer)
+    grad_next = _whole_grad(next_projection, target, grad_next_projection, grad_error, padding)
     if grad_next_codes is not None:
         grad_next_codes = common.without_padding(grad_next_codes, padding)
     if grad_next is not None:
+        following = dictionary if next_dictionary is None else next_dictionary
         grad_update = _product_of_tokens(grad_next, following, grad_next_codes)
-    else:
-        assert grad_next_codes is not None  # with neither the zeros above stand for both
-        # In memory of its own, which what follows writes over.
+    elif grad_next_codes is None:
+        grad_update = torch.zeros_like(next_codes)
+    else:  # in memory of its own, which what follows writes over
         grad_update = grad_next_codes.clone() if padding is None else grad_next_codes
     common.shrink_backward(grad_update, next_codes, nonlinearity, out=grad_update)
 
@@ -503,16 +493,15 @@ def _backward_in_torch(
     return grad_update, residual, grad_next, grad_signal, grad_projection, grad_codes
 
 
-def _signal_projection_values(
-    codes: Tensor | None, signal: Tensor, projection: Tensor, padding: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """X, Z and what the attention weighs in the residual: Z, or without codes Z − X."""
-    signal, projection = common.without_padding(signal, padding), common.without_padding(projection, padding)
-    return signal, projection, projection if codes is not None else projection - signal
+def _without_padding(layer: _Layer) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor, Tensor]:
+    """The padding, H, X, Z and what the attention weighs in the residual: Z, or without codes Z − X."""
+    padding = common.padding_mask(layer.lengths, layer.signal)
+    codes = None if layer.codes is None else common.without_padding(layer.codes, padding)
+    signal, projection = (common.without_padding(tokens, padding) for tokens in (layer.signal, layer.projection))
+    return padding, codes, signal, projection, projection - signal if codes is None else projection
 
 
 def _whole_grad(
-    dtype: torch.dtype,
     next_projection: Tensor | None,
     target: Tensor | None,
     arrived: Tensor | None,
@@ -533,7 +522,7 @@ def _whole_grad(
         error.masked_fill_(grad_error == 0, 0.0)
     if arrived is not None:
         error += arrived
-    return error.to(dtype)
+    return error.to(next_projection.dtype)
 
 
 def _product_of_tokens(tokens: Tensor, matrix: Tensor, added: Tensor | None = None) -> Tensor:
