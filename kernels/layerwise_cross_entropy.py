@@ -10,26 +10,10 @@ loss and gradient are NaN, so that the mistake shows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-# Columns of a row that are read together, by the vocabulary. Rows stay in the L2 cache between two reads, whatever the
-# block; its width only hides latency. With smoothing and a softcap, wider blocks spill registers.
-_BY_VOCABULARY = {
-    **{
-        columns: {"COLUMNS": columns, "num_warps": max(1, columns // 512), "num_stages": 2}
-        for columns in (128, 256, 512, 1024, 2048)
-    },
-    2**62: {"COLUMNS": 4096, "num_warps": 8, "num_stages": 2},
-}
-BLOCKS: dict[str, dict[int, dict[str, int]]] = dict.fromkeys(
-    ("consumer", "ampere", "hopper", "float32"), _BY_VOCABULARY
-)
 
 
 @triton.jit
@@ -147,7 +131,7 @@ def cross_entropy_(
     ignore_index: int,
     softcap: float | None,
     smoothing: float,
-    blocks: Mapping[str, Any],
+    most_columns: int = 4096,
 ) -> None:
     """Write the losses if `losses` is given, and the gradient over the logits if `scales` are.
 
@@ -156,15 +140,20 @@ def cross_entropy_(
         targets: `[rows]` int64, contiguous.
         losses: `[rows]` float32.
         scales: `[rows]` float32, what the gradients are multiplied by.
+        most_columns: of a block; with smoothing and a softcap, wider ones spill registers.
     """
     rows, vocabulary = logits.shape
     assert logits.stride(1) == 1 or vocabulary == 1
     assert all(vector is None or vector.dtype == torch.float32 for vector in (losses, scales))
+    # Rows stay in the L2 cache between two reads, whatever the block; its width only hides latency.
+    columns = min(most_columns, max(128, triton.next_power_of_2(vocabulary)))
+    options = {"num_warps": max(1, columns // 512), "num_stages": 2, "enable_fp_fusion": True}
     if rows:
         cross_entropy_kernel[(rows,)](
             *(logits, targets, scales, losses),
             *(vocabulary, logits.stride(0), ignore_index),
             *(softcap, smoothing),
             HAS_SMOOTHING=smoothing != 0.0,
-            **blocks,
+            COLUMNS=columns,
+            **options,
         )

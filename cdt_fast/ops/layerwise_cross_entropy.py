@@ -407,9 +407,8 @@ class _Head:
             from cdt_fast.kernels import layerwise_cross_entropy as kernels
 
             with common.or_plain_torch("layerwise_cross_entropy"):
-                blocks = common.blocks_for(kernels.BLOCKS, logits, logits.shape[1], multiplies=False)
                 flags = options.ignore_index, options.softcap, options.label_smoothing
-                kernels.cross_entropy_(logits, targets, losses, scales, *flags, blocks)
+                kernels.cross_entropy_(logits, targets, losses, scales, *flags)
                 return
             self._backend = "torch"
         count = max(1, common.budget(SWEEP_BYTES, logits) // (4 * logits.shape[1]))
@@ -502,7 +501,7 @@ class _Gradients:
         for output, own in zip(outputs, product.chunk(len(outputs)), strict=True):
             if output is not None and isinstance(index, slice):
                 output[index] = own
-            elif output is not None:
+            elif output is not None and isinstance(index, Tensor):
                 output.index_copy_(0, index, own.to(output.dtype))
 
     def found(self, shape: torch.Size, dtype: torch.dtype) -> list[Tensor]:

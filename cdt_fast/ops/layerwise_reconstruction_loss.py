@@ -233,8 +233,10 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(target, padding, *reconstructions)
 
 
-def _found(ctx: Any, grad: Tensor, needs: list[bool], needs_target: bool) -> tuple[Tensor | None, list[Any]]:
+def _found(ctx: Any, grad: Tensor | None, needs: list[bool], needs_target: bool) -> tuple[Tensor | None, list[Any]]:
     """The gradients of the target and of the depths."""
+    if grad is None:
+        return None, [None] * len(needs)
     target, padding, *depths = ctx.saved_tensors
     call: Any = _gradients if common.is_plain_eager(grad, target, *depths) else _gradients_operator
     found = call(grad, target, padding, depths, ctx.reduction, needs, needs_target, ctx.backend)
@@ -250,7 +252,7 @@ class _ReconstructionLoss(torch.autograd.Function):
     @common.once_differentiable("layerwise_reconstruction_loss")
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
         needs_target, _, _, _, *needs = ctx.needs_input_grad
-        of_target, of_depths = (None, [None] * len(needs)) if grad is None else _found(ctx, grad, needs, needs_target)
+        of_target, of_depths = _found(ctx, grad, needs, needs_target)
         return of_target, None, None, None, *of_depths
 
 
@@ -260,7 +262,7 @@ class _ReconstructionLoss(torch.autograd.Function):
 @common.once_differentiable("layerwise_reconstruction_loss")
 def _operator_backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
     needs, needs_target, *_ = ctx.needs_input_grad
-    of_target, of_depths = (None, [None] * len(needs)) if grad is None else _found(ctx, grad, needs, needs_target)
+    of_target, of_depths = _found(ctx, grad, needs, needs_target)
     return of_depths, of_target, None, None, None
 
 

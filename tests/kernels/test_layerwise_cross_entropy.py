@@ -15,7 +15,6 @@ from cdt_fast.kernels.layerwise_cross_entropy import cross_entropy_
 from tests.ops.battery import generator, normal
 
 BLOCK = 32
-SMALL = {"COLUMNS": BLOCK, "num_warps": 1, "num_stages": 2}
 SIZES = (1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 3)
 FLAGS = list(itertools.product((None, 2.5), (0.0, 0.1)))
 
@@ -52,7 +51,7 @@ def run(
     """Losses, and the gradient or, without scales, the logits; the gradient `alone` if asked for."""
     losses = torch.empty(len(logits), device=logits.device)
     given = logits, targets, None if alone else losses, scales
-    cross_entropy_(*given, ignore_index, softcap, smoothing, SMALL)
+    cross_entropy_(*given, ignore_index, softcap, smoothing, BLOCK)
     return losses, logits
 
 

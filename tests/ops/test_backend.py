@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -20,6 +22,11 @@ def restored() -> Iterator[None]:
     before = common._setting
     yield
     common._setting = before
+
+
+def test_the_import_loads_neither_the_compiler_nor_triton() -> None:
+    code = "import sys, cdt_fast.ops; assert not {'torch._dynamo', 'triton'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_a_call_sets_it_for_the_whole_process() -> None:

@@ -105,7 +105,6 @@ def test_plain_torch_takes_over_from_a_kernel_that_does_not_compile(monkeypatch:
     expected = results(case)
     monkeypatch.setattr(kernels, "cross_entropy_", cross_entropy_)
     monkeypatch.setattr(common, "choose_backend", lambda *_: "triton")
-    monkeypatch.setattr(common, "blocks_for", lambda *_, **__: {})
     monkeypatch.setattr(common, "interpreting", lambda: False)
     monkeypatch.setattr(common, "_disabled", set())
     with pytest.warns(RuntimeWarning, match="layerwise_cross_entropy runs on plain torch .* out of resource"):
