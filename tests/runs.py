@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import Accelerator
+from torch import Tensor
 
 from cdt_fast.tasks import TASKS, task_of
 from cdt_fast.training import evaluation, loop
@@ -64,7 +64,7 @@ def evaluated(run: RunFolder, settings: RunSettings) -> dict[str, Any]:
 
 def assert_same_runs(run: RunFolder, expected: RunFolder) -> None:
     """Require the same checkpoint, kept model and log, but for what tells the time, bit for bit, and nothing beside."""
-    states = [_flat(load_checkpoint(one.checkpoint)) for one in (run, expected)]
+    states = [flat(load_checkpoint(one.checkpoint)) for one in (run, expected)]
     assert states[0] == states[1]
     for path in sorted(expected.model.iterdir()):
         assert (run.model / path.name).read_bytes() == path.read_bytes(), path.name
@@ -76,8 +76,11 @@ def assert_same_runs(run: RunFolder, expected: RunFolder) -> None:
     assert not [path for path in run.path.rglob(".*") if path.is_file()]
 
 
-def _flat(value: Any, where: str = "") -> dict[str, Any]:
-    if not isinstance(value, dict | list):
-        return {where: (value.dtype, value.tolist()) if isinstance(value, torch.Tensor) else value}
+def flat(value: Any, *where: object) -> dict[Any, Any]:
+    """Every value in nested dictionaries and sequences by its place, with its type; tuples count as lists."""
+    if isinstance(value, Tensor):
+        return {where: (value.dtype, value.tolist())}
+    if not isinstance(value, dict | list | tuple) or not value:
+        return {where: (type(value), value)}
     entries = value.items() if isinstance(value, dict) else enumerate(value)
-    return {name: one for key, entry in entries for name, one in _flat(entry, f"{where}.{key}").items()}
+    return {name: one for key, entry in entries for name, one in flat(entry, *where, key).items()}

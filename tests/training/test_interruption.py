@@ -122,12 +122,6 @@ def test_half_a_line_and_half_a_file_are_no_trouble(
     (run.model / ".model-abc.tmp.safetensors").write_bytes(b"half of a model")
     train(run, config, resume=True, progress=False)
     assert_same_runs(run, whole["constrained"])
-    # Without a checkpoint a run resumes at its beginning.
-    config = tiny_config(**SETTINGS["plain"])
-    run = RunFolder.create(tmp_path / "new", config)
-    run.metrics.write_text('{"step": 0, "validation": {}}\n{"step": 2}\n{"step"')
-    train(run, config, resume=True, progress=False)
-    assert_same_runs(run, whole["plain"])
 
 
 def test_a_checkpoint_of_other_settings_or_frames_is_refused(tiny_config: Config, tmp_path: Path) -> None:
@@ -183,25 +177,21 @@ def test_a_killed_process_and_a_terminated_one_resume_bit_for_bit(tiny_config: C
     train(whole, config, progress=False)
     command = [sys.executable, "-m", "cdt_fast", "train", "video", "--resume", str(run.path)]
 
-    def stop_after(earlier: int, number: signal.Signals) -> tuple[int, str, int]:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    def stop_after(earlier: int, number: signal.Signals) -> tuple[int, int]:
+        process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
         deadline = time.monotonic() + 240
         while not (run.checkpoint.exists() and load_checkpoint(run.checkpoint)["step"] > earlier):
-            assert process.poll() is None, process.communicate()
+            assert process.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.005)
         process.send_signal(number)
-        _, errors = process.communicate(timeout=240)
+        process.wait(timeout=240)
         step = load_checkpoint(run.checkpoint)["step"]
         assert step < 80
-        return process.returncode, errors, step
+        return process.returncode, step
 
-    status, _, step = stop_after(0, signal.SIGKILL)
+    status, step = stop_after(0, signal.SIGKILL)
     assert status == -signal.SIGKILL
-    status, errors, step = stop_after(step, signal.SIGTERM)
-    assert status == 143
-    end = f"after step {step}; continue with: cdt-fast train video --resume {run.path}\n"
-    assert errors.endswith(f"cdt-fast: stopped by SIGTERM {end}")
+    assert stop_after(step, signal.SIGTERM)[0] == 143
     train(run, config, resume=True, progress=False)
     assert_same_runs(run, whole)
