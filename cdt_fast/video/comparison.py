@@ -28,8 +28,7 @@ from cdt_fast.video.settings import VideoSettings
 Denoise = Callable[[Tensor, float], Tensor]  # frames `[T, h, w]` in [0, 1] and the noise in gray levels
 
 SIGMAS = (10.0, 20.0, 30.0, 40.0, 50.0)  # the customary levels
-_PATCH = 8  # of the transform; a window is all frames that are measured
-_SIDE, _FRAMES = 160, 16  # of the piece in the middle of a clip that is measured
+_SIDE, _FRAMES, _PATCH = 160, 16, 8  # of the piece in the middle of a clip that is measured, and of the transform
 # Each filter of libavfilter at the strength that was best of a few factors of the noise at σ 10, 30 and 50, on clips
 # that models trained on; that of nlmeans ends at what the filter takes.
 _FILTERS: dict[str, Callable[[float], str]] = {
@@ -56,9 +55,6 @@ def compare_denoisers(
 
     Of each clip 160 x 160 pixels of the 16 frames in its middle (or as many more as fill windows) are measured. The
     model is told the noise (in gray levels, one of `at`), as the peers are, and once estimates it, as `denoise` does.
-
-    Raises:
-        InputError: a clip cannot be read or has fewer frames, or the model takes one level alone.
     """
     if not is_adaptive(model):
         raise InputError("--clips compares a noise-adaptive network, which is what train video trains by default")

@@ -64,11 +64,10 @@ def noisy_batches(
     together = batch or max(1, 2**19 // (windows.window * windows.size**2))
     for indices in torch.arange(len(windows)).split(together):
         frames = windows.batch(indices).to(device).to(dtype) / LEVELS
-        levels = [least + (greatest - least) * ((0.5 + index * _GOLDEN) % 1) for index in indices.tolist()]
-        found = [
-            add_noise_by_window(frame, level, sigma, generator, [_NOISE_SEED + index])
-            for frame, level, index in zip(frames.split(1), levels, indices.tolist(), strict=True)
-        ]
+        found = []
+        for frame, index in zip(frames.split(1), indices.tolist(), strict=True):
+            level = least + (greatest - least) * ((0.5 + index * _GOLDEN) % 1)
+            found.append(add_noise_by_window(frame, level, sigma, generator, [_NOISE_SEED + index]))
         noisy, deviations = map(torch.cat, zip(*found, strict=True))
         yield noisy, frames, deviations
 

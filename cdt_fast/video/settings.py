@@ -135,10 +135,8 @@ class VideoSettings(RunSettings):
         least, most = _MEANT[frames]
         for name, levels in (("[data] gamma", self.noise), ("[evaluation] gammas", self.evaluation.gammas)):
             if max(levels) > most or 0 < max(levels) < least:
-                raise InputError(
-                    f"{name} reaches {max(levels):g} {_UNITS[frames]}, and must be {least:g} to {most:g}; with frames "
-                    f"{other} it counts in {_UNITS[other]}"
-                )
+                meant = f"must be {least:g} to {most:g}; with frames {other} it counts in {_UNITS[other]}"
+                raise InputError(f"{name} reaches {max(levels):g} {_UNITS[frames]}, and {meant}")
         if self.crops and self.noise[1] == 0:
             raise InputError("[data] gamma is 0, and a network for crops works in units of the noise: give one above 0")
 

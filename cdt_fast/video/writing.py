@@ -72,8 +72,7 @@ def write_video(
     """
     av = require("av", "video", "writing video")
     rate, count = source.frame_rate or DEFAULT_FRAME_RATE, 0
-    lost: list[str] = []
-    notes: list[str] = []
+    lost, notes = list[str](), list[str]()
     try:
         first = next(frames)
         height, width = first.shape[:2]
@@ -139,8 +138,8 @@ def _carried(source: VideoFile, container: Any, lost: list[str], notes: list[str
                     there.disposition = stream.disposition.value
                     there.metadata.update(_texts(stream, _STREAM_TAGS))
                 else:
-                    name = stream.codec_context.name
-                    notes.append(f"sound in {name} does not come through in this container; .mkv takes most")
+                    sound = f"sound in {stream.codec_context.name}"
+                    notes.append(f"{sound} does not come through in this container; .mkv takes most")
             elif stream is not video and not (chapters and stream.type == "data" and stream.name == _CHAPTER_TRACK):
                 lost.append(_named(stream))
         if carried:
@@ -153,10 +152,9 @@ def _texts(tagged: Any, names: Iterable[str]) -> dict[str, str]:
 
 
 def _tags(container: Any, video: Any) -> set[str]:
-    found = {name.lower() for name in container.metadata} - _FILE_TAGS
-    for stream in (video, *container.streams.audio):
-        found |= {f"{name} of {stream.type}" for name in _STREAM_TAGS if stream.metadata.get(name, "und") != "und"}
-    return found
+    pairs = ((stream, name) for stream in (video, *container.streams.audio) for name in _STREAM_TAGS)
+    named = {f"{name} of {stream.type}" for stream, name in pairs if stream.metadata.get(name, "und") != "und"}
+    return {name.lower() for name in container.metadata} - _FILE_TAGS | named
 
 
 def _named(stream: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Literal, get_args
 
 from torch import Tensor
@@ -38,10 +39,8 @@ def from_patches(
     """
     cut, expected = _layout(shape, patch, sequence, patch_frames)
     if tuple(tokens.shape[1:]) != expected[1:]:
-        raise InputError(
-            f"tokens have shape {list(tokens.shape)}; frames {list(shape)} in patches of {patch} as {sequence!r} "
-            f"sequences give {list(expected)}"
-        )
+        how = f"frames {list(shape)} in patches of {patch} as {sequence!r} sequences give {list(expected)}"
+        raise InputError(f"tokens have shape {list(tokens.shape)}; {how}")
     order = _IN_ORDER[sequence]
     moved = tokens.reshape([cut[axis] for axis in order])
     return moved.permute([order.index(axis) for axis in range(len(cut))]).reshape(shape)
@@ -49,17 +48,13 @@ def from_patches(
 
 def _layout(shape: tuple[int, ...], patch: int, sequence: str, patch_frames: int) -> tuple[tuple[int, ...], ...]:
     """Return the shape of frames cut along every axis, and that of their tokens."""
-    if len(shape) != 4 or sequence not in get_args(Sequence) or min(patch, patch_frames) < 1:
+    sizes = (patch_frames, patch, patch)
+    fits = len(shape) == 4 and min(sizes) > 0 and not any(map(operator.mod, shape[1:], sizes))
+    if not fits or sequence not in get_args(Sequence):
         raise InputError(
-            f"frames have shape {list(shape)}, patch is {patch}, patch_frames {patch_frames}, sequence {sequence!r}; "
-            f"expected [batch, time, height, width], positive sizes and one of {', '.join(get_args(Sequence))}"
+            f"frames {list(shape)} cannot be cut into patches of {patch_frames} frames and {patch}x{patch} pixels over "
+            f"{sequence!r}: expected [batch, time, height, width], multiples of them, and one of time, space"
         )
-    batch, time, height, width = shape
-    if time % patch_frames or height % patch or width % patch:
-        raise InputError(
-            f"{time} frames of {width}x{height} pixels cannot be cut into patches of {patch_frames} frames and "
-            f"{patch}x{patch} pixels: expected multiples of them"
-        )
-    times, rows, columns = time // patch_frames, height // patch, width // patch
-    cut = (batch, times, patch_frames, rows, patch, columns, patch)
+    times, rows, columns = (length // size for length, size in zip(shape[1:], sizes, strict=True))
+    cut = (shape[0], times, patch_frames, rows, patch, columns, patch)
     return cut, (-1, times if sequence == "time" else rows * columns, patch_frames * patch**2)

@@ -19,11 +19,7 @@ _PIECES = 6  # that move across the demo clip
 
 
 def demo_clip(frames: int = 240, size: int = 160, seed: int = 0) -> np.ndarray:
-    """Return the demo clip, uint8 [frames, size, size]: pieces of one scene move across another before a still camera.
-
-    Raises:
-        InputError: there are no frames, or they are smaller than 8 x 8.
-    """
+    """Return the demo clip, uint8 [frames, size, size]: pieces of one scene move across another; size is 8 or more."""
     if frames < 1 or size < 8:
         raise InputError(f"frames is {frames} and size is {size}; expected at least 1 and 8")
     draw, side = np.random.default_rng(seed), size // 4
@@ -46,7 +42,7 @@ def moving_leaves(frames: int, size: int, draw: np.random.Generator) -> Tensor:
 
     These are shapes that hide each other, whose sizes follow a power law, as in photographs; denoisers trained on them
     do nearly as well on photographs as those trained on photographs (Achddou, Gousseau and Ladjal, "Synthetic images as
-    a regularity prior for image restoration neural networks", 2021). The same state of `draw`, the same frames.
+    a regularity prior for image restoration neural networks", 2021).
     """
     side = 2 * size
     picture = torch.from_numpy(_leaves(side, draw))[None, None]

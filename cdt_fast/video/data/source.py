@@ -51,10 +51,8 @@ class FrameSource(ABC):
             height, width = frame.shape[:2]
             first = (height, width) if count == 1 else first
             if (height, width) != first:
-                raise InputError(
-                    f"{self.path}: {label} is {width}x{height} pixels and the first frame is {first[1]}x{first[0]}; "
-                    "all frames of a clip must have one size"
-                )
+                other = f"and the first frame is {first[1]}x{first[0]}; all frames of a clip must have one size"
+                raise InputError(f"{self.path}: {label} is {width}x{height} pixels {other}")
             yield frame
         if count < 2:
             found = "only one frame" if count else "no frames"

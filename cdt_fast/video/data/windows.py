@@ -46,20 +46,16 @@ class DecodedClip(NamedTuple):
 
 
 def load_clip(clip: Clip, size: int, progress: bool = True, crops_of: int | None = None) -> DecodedClip:
-    """Decode a clip, cut into crops of `crops_of` frames or resized, into a file that is mapped: it may exceed memory.
-
-    Raises:
-        InputError: the clip cannot be read.
-    """
-    source, shape, count = open_source(clip.path), (size, size), 0
+    """Decode a clip, cut into crops of `crops_of` frames or resized, into a mapped file: it may exceed memory."""
+    source, shape = open_source(clip.path), (size, size)
     bar = progress_bar(source.frames(), desc=printable(clip.name), unit="frame", shown=progress)
     with tempfile.TemporaryFile() as file:
         for picture in cut_crops(bar, crops_of, size) if crops_of else (preprocess(frame, size) for frame in bar):
             file.write(picture.tobytes())
-            shape, count = picture.shape, count + 1
+            shape = picture.shape
         file.flush()
-        frames = np.memmap(file, np.uint8, "r", shape=(count, *shape)) if count else np.empty((0, *shape), np.uint8)
-    return DecodedClip(clip.name, frames, clip.split, tuple(source.notes))
+        pixels = np.memmap(file, np.uint8, "r") if file.tell() else np.empty(0, np.uint8)
+    return DecodedClip(clip.name, pixels.reshape(-1, *shape), clip.split, tuple(source.notes))
 
 
 class Part(NamedTuple):
@@ -97,10 +93,9 @@ def split_clips(clips: Sequence[DecodedClip], window: int) -> Splits:
     if not train or (marked and not test):
         lengths = [(clip.length, clip.name) for clip in clips if (clip.split == "test") == bool(train)]
         length, name = max(lengths, default=(0, "the data set"))
-        raise InputError(
-            f"{name}: the longest {'test' if train else 'training'} clip has {length} frames, less than one window of "
-            f"{window} frames; choose a shorter window"
-        )
+        kind = "test" if train else "training"
+        short = f"has {length} frames, less than one window of {window} frames; choose a shorter window"
+        raise InputError(f"{name}: the longest {kind} clip {short}")
     number = 1 if marked else 2  # of parts that are held out: validation, and test where no clip is marked
     by_clip = len(train) > number
     if by_clip:
@@ -119,10 +114,9 @@ def _divided(clip: DecodedClip, index: int, window: int, held_out: int) -> list[
     """Divide a clip by time into a part for training and so many that are held out."""
     windows, needed = clip.length // window, 1 + 2 * held_out
     if windows < needed:
-        raise InputError(
-            f"{clip.name}: has {clip.length} frames, and dividing it by time needs {needed} windows of {window}, "
-            f"{needed * window} frames; choose a window of at most {clip.length // needed}"
-        )
+        wanted = f"needs {needed} windows of {window}, {needed * window} frames"
+        least = f"choose a window of at most {clip.length // needed}"
+        raise InputError(f"{clip.name}: has {clip.length} frames, and dividing it by time {wanted}; {least}")
     tenth = max(1, windows // 10)
     end = windows - held_out * (tenth + 1)
     starts = [end + 1 + number * (tenth + 1) for number in range(held_out)]
@@ -199,15 +193,10 @@ def load_video(
 ) -> VideoData:
     """Decode video, cut it into crops at full resolution or make whole frames square, and split it into windows.
 
-    Args:
-        source: anything `find_clips` takes, or the word "demo" for the generated clip.
-        window, size: frames of a window, and their height and width in pixels.
-        crops: windows are crops.
-        progress: show a bar on stderr while decoding.
+    The source is anything that `find_clips` takes, or the word "demo" for the generated clip.
 
     Raises:
-        InputError: a clip cannot be read, there are too few frames for the windows, or the training frames are one
-            flat gray.
+        InputError: a clip cannot be read, has too few frames, or the training frames are one flat gray.
     """
     side = size + _ROOM if crops else size
     if source == "demo":
@@ -219,9 +208,8 @@ def load_video(
     train = Windows(clips, splits.train, window, size, True)
     validation, test = (Windows(clips, parts, window, size) for parts in (splits.validation, splits.test))
     deviation = _standard_deviation(clips, splits.train)
-    sigma, unit = (
-        (1 / _MAX_LEVEL, "a gray level") if crops else (deviation, "standard deviation of the training frames")
-    )
+    sigma = 1 / _MAX_LEVEL if crops else deviation
+    unit = "a gray level" if crops else "standard deviation of the training frames"
     notes = [*splits.notes, *(note for clip in clips for note in clip.notes)]
     if len(notes) > _NOTES_SHOWN:
         notes[_NOTES_SHOWN:] = [f"and {len(notes) - _NOTES_SHOWN} more notes"]
@@ -243,8 +231,6 @@ def _standard_deviation(clips: Sequence[DecodedClip], parts: Sequence[Part]) -> 
             counts += np.bincount(row.reshape(-1), minlength=len(counts))
     number, total, squares = (int(np.arange(len(counts)) ** power @ counts) for power in range(3))
     if np.count_nonzero(counts) == 1:
-        raise InputError(
-            f"{clips[parts[0].clip].name}: all training frames are one flat gray, level {total // number}; there is "
-            "nothing to learn to denoise"
-        )
+        flat = f"one flat gray, level {total // number}; there is nothing to learn to denoise"
+        raise InputError(f"{clips[parts[0].clip].name}: all training frames are {flat}")
     return math.sqrt((number * squares - total * total) / (number * number)) / _MAX_LEVEL
