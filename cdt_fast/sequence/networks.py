@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from cdt_fast.checks import InputError
 from cdt_fast.models import TextUT
 from cdt_fast.models.layer_losses import attach_layer_losses
-from cdt_fast.sequence.perturbation import Perturbation, perturbed, word_embeddings
+from cdt_fast.sequence.perturbation import perturbed, word_embeddings
 from cdt_fast.sequence.settings import SequenceSettings
 from cdt_fast.sequence.tokenizers import EncodedSamples
 
@@ -46,7 +46,7 @@ class _Network:
 
     def perturbed(
         self, settings: SequenceSettings, gamma: float | None = None, **options: Any
-    ) -> AbstractContextManager[Perturbation]:
+    ) -> AbstractContextManager[Any]:
         """Perturb at `gamma`, or at the training noise of the settings, with the seed of the evaluation by default."""
         level = settings.data.gamma if gamma is None else gamma
         return perturbed(self.model, level, padding_id=self.padding_id, **{"seed": EVALUATION_SEED, **options})

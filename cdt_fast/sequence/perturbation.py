@@ -7,9 +7,6 @@ the same however a batch is cut, padded or sharded, and on every device, up to t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,23 +39,64 @@ def _shifted(bits: Tensor, count: int) -> Tensor:
     return (bits >> count) & ((1 << (64 - count)) - 1)
 
 
-@dataclass
-class Perturbation:
-    """The noise that `perturbed` puts on the word embeddings of the texts that pass.
+class perturbed:
+    """Perturb what comes out of a model's word embeddings, in training and in evaluation, while the block lasts.
 
-    Where texts are counted, `next_sample` is the number of the next one: set it to draw again, or to go on where a
-    training stopped.
+        with perturbed(model, gamma=0.5, padding_id=tokenizer.pad_token_id):
+            trainer.train()
+
+    Only texts given as ids are perturbed: embeddings that are handed to the model directly do not pass here. Where
+    texts are counted, the attribute `next_sample` is the number of the next one: set it to draw again, or to go on
+    where a training stopped.
+
+    Args:
+        model: a transformers model, a `TextUT`, or an `nn.Embedding`.
+        gamma: γ ≥ 0 of `e + γ std(e) ε`, ε ~ N(0, 1), on all tokens; 0 changes nothing.
+        seed: of the draws.
+        std: std(e), one number; None: that of the whole embedding table as it is now. Give it where the table is
+            sharded, and where the model scales its embeddings.
+        padding_id: the id of padding; None: the model's, if its config or embeddings have one.
+        samples: the numbers of the texts that pass next, int64 `[texts]`; None: they are counted.
+
+    Raises:
+        InputError: an argument out of its range, or a model without word embeddings.
     """
 
-    gamma: float
-    seed: int
-    padding_id: int | None
-    std: Tensor
-    samples: Tensor | None
-    next_sample: int = 0
+    def __init__(
+        self,
+        model: nn.Module,
+        gamma: float = 1.0,
+        *,
+        seed: int = 0,
+        std: float | Tensor | None = None,
+        padding_id: int | None = None,
+        samples: Tensor | None = None,
+    ) -> None:
+        self._embedding = embedding = word_embeddings(model)
+        if padding_id is not None:
+            check_integer("padding_id", padding_id, 0)
+        else:
+            configured = getattr(getattr(model, "config", None), "pad_token_id", None)
+            found = getattr(embedding, "padding_idx", None) if configured is None else configured
+            padding_id = found if isinstance(found, int) and found >= 0 else None
+        if std is None:
+            table: Any = embedding.weight
+            std = torch.std(table.detach().to(torch.promote_types(table.dtype, torch.float32)), correction=0)
+        elif not isinstance(std, Tensor):
+            std = torch.tensor(check_non_negative("std", std), dtype=torch.float64)
+        self.gamma, self.seed = check_non_negative("gamma", gamma), check_integer("seed", seed, 0) % 2**62
+        self.padding_id, self.std, self.samples, self.next_sample = padding_id, std.detach(), samples, 0
 
-    def __call__(self, ids: Tensor, embedded: Tensor) -> Tensor:
-        """Return the perturbed word embeddings `[..., T, width]` of the texts `ids` `[..., T]`, and count these."""
+    def __enter__(self) -> perturbed:
+        self._handle = self._embedding.register_forward_hook(self._perturb, with_kwargs=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._handle.remove()
+
+    def _perturb(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], embedded: Tensor) -> Tensor:
+        """Return the perturbed word embeddings `[..., T, width]` of texts of ids `[..., T]`, and count these."""
+        ids: Tensor = args[0] if args else kwargs["input"]
         tokens, samples = ids.reshape(-1, ids.shape[-1]), self.samples
         if samples is None:
             samples = torch.arange(self.next_sample, self.next_sample + len(tokens), device=ids.device)
@@ -75,60 +113,6 @@ class Perturbation:
         noise = unit_gaussian(hashed(keys.unsqueeze(-1), components)).view(embedded.shape)
         std = self.std.to(embedded.device, torch.promote_types(embedded.dtype, torch.float32))
         return embedded + (self.gamma * std * noise).to(embedded.dtype)
-
-
-@contextmanager
-def perturbed(
-    model: nn.Module,
-    gamma: float = 1.0,
-    *,
-    seed: int = 0,
-    std: float | Tensor | None = None,
-    padding_id: int | None = None,
-    samples: Tensor | None = None,
-) -> Iterator[Perturbation]:
-    """Perturb what comes out of a model's word embeddings, in training and in evaluation, while the block lasts.
-
-        with perturbed(model, gamma=0.5, padding_id=tokenizer.pad_token_id):
-            trainer.train()
-
-    Only texts given as ids are perturbed: embeddings that are handed to the model directly do not pass here.
-
-    Args:
-        model: a transformers model, a `TextUT`, or an `nn.Embedding`.
-        gamma: γ ≥ 0 of `e + γ std(e) ε`, ε ~ N(0, 1), on all tokens; 0 changes nothing.
-        seed: of the draws.
-        std: std(e), one number; None: that of the whole embedding table, taken once, at the start of the block. Give
-            it where the table is sharded, and where the model scales its embeddings.
-        padding_id: the id of padding; None: the model's, if its config or embeddings have one.
-        samples: the numbers of the texts that pass next, int64 `[texts]`; None: they are counted.
-
-    Raises:
-        InputError: an argument out of its range, or a model without word embeddings.
-    """
-    embedding = word_embeddings(model)
-    if padding_id is not None:
-        check_integer("padding_id", padding_id, 0)
-    else:
-        configured = getattr(getattr(model, "config", None), "pad_token_id", None)
-        found = getattr(embedding, "padding_idx", None) if configured is None else configured
-        padding_id = found if isinstance(found, int) and found >= 0 else None
-    if std is None:
-        table: Any = embedding.weight
-        std = torch.std(table.detach().to(torch.promote_types(table.dtype, torch.float32)), correction=0)
-    elif not isinstance(std, Tensor):
-        std = torch.tensor(check_non_negative("std", std), dtype=torch.float64)
-    seed = check_integer("seed", seed, 0) % 2**62
-    perturbation = Perturbation(check_non_negative("gamma", gamma), seed, padding_id, std.detach(), samples)
-
-    def hook(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], output: Tensor) -> Tensor:
-        return perturbation(arguments[0] if arguments else keywords["input"], output)
-
-    handle = embedding.register_forward_hook(hook, with_kwargs=True)
-    try:
-        yield perturbation
-    finally:
-        handle.remove()
 
 
 def word_embeddings(model: nn.Module) -> nn.Module:
