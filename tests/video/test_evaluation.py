@@ -116,26 +116,6 @@ def test_every_number_is_that_of_its_definition(tiny_config: Callable[..., Video
     assert found["parameters"] == 2 * 64 * 64
 
 
-def test_all_runs_see_the_same_noise(trained: Any, tiny_config: Callable[..., VideoSettings]) -> None:
-    first, second = (read_json(path / "evaluation.json") for path in (trained.constrained, trained.plain))
-    assert first["baseline_rmse"]["identity"] == second["baseline_rmse"]["identity"]
-    assert first["baseline_rmse"] == second["baseline_rmse"]
-    other = evaluated(DUST(64, 32, 1), tiny_config(code_size=32, layers=1, seed=9))
-    assert other["baseline_rmse"]["identity"] == first["baseline_rmse"]["identity"]
-
-
-def test_noise_depends_on_the_window_and_not_on_its_batch(
-    tiny_config: Callable[..., VideoSettings], longer: Path
-) -> None:
-    data = load_data(tiny_config(source=str(longer)))
-    single = [noisy for noisy, _, _ in noisy_batches(data.train, 0.5, 0.2, torch.device("cpu"), batch=1)]
-    batched = [noisy for noisy, _, _ in noisy_batches(data.train, 0.5, 0.2, torch.device("cpu"), batch=3)]
-    assert torch.equal(torch.cat(single), torch.cat(batched))
-    clean = torch.cat([clean for _, clean, _ in noisy_batches(data.train, 0.5, 0.2, torch.device("cpu"))])
-    noise = torch.cat(single) - clean
-    assert not torch.allclose(noise[0], noise[1])
-
-
 class _Perfect(DUST):
     """Answers with the clean frames at every depth."""
 

@@ -123,18 +123,6 @@ def test_depth_0_is_no_exit_of_the_denoiser() -> None:
     assert plain.coefficients == [0, 1, 1, 1]
 
 
-def test_the_losses_of_one_grid_are_those_of_its_patches(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = denoiser()
-    network = network_of(settings)
-    noisy, clean, deviation = windows(1)
-    monkeypatch.setattr(VideoSettings, "grid_places", lambda *_: [(0, 0)])
-    of_frames = ReconstructionLosses(network, None, settings)(noisy, clean, deviation, None)[1]
-    of_tokens = ReconstructionLosses(network, None)(
-        tokens_of(noisy, settings), tokens_of(clean, settings), deviation, None
-    )[1]
-    torch.testing.assert_close(of_frames, of_tokens, rtol=1e-4, atol=0)
-
-
 def test_every_layer_starts_from_the_mean_over_grids() -> None:
     settings = denoiser()
     network = network_of(settings)

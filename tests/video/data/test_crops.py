@@ -129,14 +129,6 @@ def test_the_demo_clip_is_a_still_scene_in_which_pieces_move() -> None:
         demo_clip(frames=0)
 
 
-@pytest.mark.parametrize(
-    ("color", "level"),
-    [((255, 0, 0), 76), ((0, 255, 0), 150), ((0, 0, 255), 29), ((255, 255, 255), 255), ((10, 200, 77), 129)],
-)
-def test_luma_weights(color, level):
-    assert (preprocess(np.full((20, 30, 3), color, np.uint8), 16) == level).all()
-
-
 def test_resizing_is_antialiased_and_rounded():
     gray = np.random.default_rng(0).integers(0, 256, (24, 24), dtype=np.uint8)
     gray.setflags(write=False)
