@@ -59,11 +59,9 @@ def train(run: RunFolder, settings: RunSettings, task: Task, *, resume: bool = F
     main = accelerator.is_main_process
     progress = progress and main
     with run.lock(main):
-        state = None
-        if resume and run.checkpoint.exists():
-            state = load_checkpoint(run.checkpoint, run=run_identity(settings))
-        data = task.load(settings, progress)
-        trainer = Trainer(run, settings, task, data, accelerator)
+        resumes = resume and run.checkpoint.exists()
+        state = load_checkpoint(run.checkpoint, run=run_identity(settings)) if resumes else None
+        trainer = Trainer(run, settings, task, task.load(settings, progress), accelerator)
         if state is not None:
             trainer.load(state)
         if progress:
@@ -86,8 +84,7 @@ class Trainer:
         accelerator: Accelerator,
         graphs: Graphs | None = None,
     ) -> None:
-        self.folder, self.settings, self.task, self.accelerator = run, settings, task, accelerator
-        self.data = data
+        self.folder, self.settings, self.task, self.accelerator, self.data = run, settings, task, accelerator, data
         torch.manual_seed(settings.training.seed % _SEEDS)
         self.device: torch.device = accelerator.device
         self.execution = resolve_execution(settings, accelerator, task)

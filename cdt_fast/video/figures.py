@@ -11,15 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cdt_fast.files import replaced_atomically
-from cdt_fast.training.report import (
-    GRAY,
-    add_legend,
-    axes_of,
-    mark_training,
-    plot_runs,
-    pyplot,
-    set_log_scale,
-)
+from cdt_fast.training.report import GRAY, add_legend, axes_of, mark_training, plot_runs, pyplot, set_log_scale
 from cdt_fast.training.task import EvaluatedRun, Table
 from cdt_fast.video.data import VideoData
 from cdt_fast.video.evaluation import VideoEvaluation
