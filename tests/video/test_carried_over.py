@@ -10,13 +10,11 @@ from typing import Any
 import av
 import numpy as np
 import pytest
-import torch
 
 from cdt_fast.checks import InputError
 from cdt_fast.models import DUST
 from cdt_fast.video.data import open_source
 from cdt_fast.video.denoising import denoise_video
-from cdt_fast.video.noise import estimated_noise
 from tests.tiny import scrolling_clip
 from tests.video.clips import denoised, encode, plain, settings_of, tone
 
@@ -304,32 +302,23 @@ def test_a_clip_may_change_its_pixel_format(tmp_path: Path, first: str, second: 
     assert [color > 60 for color in colors] == [pixels != "gray" for pixels in (first, second) for _ in range(3)]
 
 
-def test_the_noise_is_found_from_the_frames() -> None:
-    clean = torch.from_numpy(scrolling_clip(8, 64, 64)).float() / 255
-    for sigma in (5, 20, 50):
-        noisy = clean + sigma / 255 * torch.randn(clean.shape, generator=torch.Generator().manual_seed(sigma))
-        assert estimated_noise(noisy) * 255 == pytest.approx(sigma, rel=0.1)
-    assert estimated_noise(torch.zeros(2, 9, 9)) == 0
-    assert estimated_noise(torch.rand(2, 1, 9)) == 0
-
-
 def test_a_level_that_is_none_or_beyond_the_training_is_said(tmp_path: Path) -> None:
     np.save(tmp_path / "in.npy", np.full((8, 16, 16), 90, dtype=np.uint8))
-    model = DUST(256, 256, 1, patch_frames=4, noise_adaptive=True)
-    options: dict[str, Any] = {"overwrite": True}
-    crops = settings_of(frames="crops")
-    told = denoise_video(model, settings_of(), tmp_path / "in.npy", tmp_path / "out.mp4", **options)
-    assert told["sigma"] == 0
-    assert "hardly any noise was found" in told["notes"][0]
-    told = denoise_video(model, crops, tmp_path / "in.npy", tmp_path / "out.mp4", depth=0, **options)
-    assert told["notes"] == ["no layer was run and nothing removed: depth 0 is the input"]
-    told = denoise_video(model, crops, tmp_path / "in.npy", tmp_path / "out.mp4", sigma=80, **options)
-    assert told["notes"] == ["the noise, sigma 80, is beyond what the model was trained on, 1 to 50"]
+    adaptive = DUST(256, 256, 1, patch_frames=4, noise_adaptive=True)
+
+    def told(model: DUST = adaptive, frames: str = "resized", **options: Any) -> list[str]:
+        source, target = tmp_path / "in.npy", tmp_path / "out.mp4"
+        return denoise_video(model, settings_of(frames=frames), source, target, overwrite=True, **options)["notes"]
+
+    assert told() == ["hardly any noise was found (sigma 0) and removed; give --sigma to remove more"]
+    assert told(frames="crops", depth=0) == ["no layer was run and nothing removed: depth 0 is the input"]
+    beyond = "the noise, sigma 80, is beyond what the model was trained on, 1 to 50"
+    assert told(frames="crops", sigma=80) == [beyond]
     for sigma in (0.0, -1.0, float("inf"), float("nan")):
         with pytest.raises(InputError, match="--sigma must be the noise's standard deviation"):
-            denoise_video(model, settings_of(), tmp_path / "in.npy", tmp_path / "out.mp4", sigma=sigma, **options)
+            told(sigma=sigma)
     with pytest.raises(InputError, match="not noise-adaptive"):
-        denoise_video(DUST(256, 16, 1), settings_of(), tmp_path / "in.npy", tmp_path / "out.mp4", sigma=5, **options)
+        told(DUST(256, 16, 1), sigma=5)
     for grids in (0, 9):
         with pytest.raises(InputError, match="--grids must be from 1 to 8"):
-            denoise_video(model, settings_of(), tmp_path / "in.npy", tmp_path / "out.mp4", grids=grids, **options)
+            told(grids=grids)

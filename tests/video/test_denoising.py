@@ -30,12 +30,6 @@ from tests.tiny import scrolling_clip
 from tests.video.clips import Same, colored, denoised, encode
 
 
-@pytest.fixture(scope="module")
-def model_and_config(trained: Any) -> tuple[DUST, VideoSettings]:
-    run, config = open_run(trained.constrained)
-    return DUST.from_pretrained(run.model), config
-
-
 def decoded(path: Path) -> tuple[np.ndarray, Fraction]:
     with av.open(str(path)) as container:
         stream = container.streams.video[0]
@@ -82,8 +76,9 @@ def test_the_rest_of_a_video_is_filled_up_from_before(tmp_path: Path) -> None:
         assert decoded(tmp_path / "out.mp4")[0].shape == (count, 17, 23, 3)
 
 
-def test_frames_are_those_of_the_model_in_every_plane_and_window(model_and_config: tuple[DUST, VideoSettings]) -> None:
-    model, config = model_and_config
+def test_frames_are_those_of_the_model_in_every_plane_and_window(trained: Any) -> None:
+    run, config = open_run(trained.constrained)
+    model = DUST.from_pretrained(run.model)
     frames = colored(7, 11, 18)
     found = np.stack(list(Denoising(model, config, 1).frames(frames)))
     assert found.shape == frames.shape
@@ -132,14 +127,7 @@ def test_the_noise_of_color_is_found_and_removed_at_half_its_resolution_too(tmp_
     ],
 )
 def test_what_speaks_against_a_run_is_said_before_anything_is_written(
-    call: Callable[..., Any],
-    copied_run: RunFolder,
-    clip: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    change: Any,
-    said: str,
+    call: Any, copied_run: RunFolder, clip: Path, tmp_path: Path, monkeypatch: Any, capsys: Any, change: Any, said: str
 ) -> None:
     evaluation = {**read_json(copied_run.evaluation), "success": True}
     if change == "unfinished":
@@ -246,12 +234,7 @@ def test_a_full_disk_is_said_with_the_name_of_the_output(
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_what_a_killed_process_was_writing_is_removed(
-    call: Callable[..., Any],
-    trained: Any,
-    clip: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    number: signal.Signals,
+    call: Any, trained: Any, clip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
     """At once after a signal that can be handled, else by the next one that writes the same file."""
     running, killed = (tmp_path / f".out-{digit * 8}.tmp.mp4" for digit in "01")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cdt_fast.video.noise import add_noise_by_window
+from cdt_fast.video.noise import add_noise_by_window, estimated_noise
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -29,3 +29,10 @@ def test_the_formula_and_its_gradient() -> None:
     (gradient,) = torch.autograd.grad(noisy.sum(), clean)
     assert torch.equal(gradient, torch.ones(3, 4))
     assert torch.equal(add_noise_by_window(clean, 0.0, 0.3, torch.Generator(), [1])[0], clean)
+
+
+def test_the_noise_is_found_from_the_frames() -> None:
+    for sigma in (0, 0.02, 0.2):
+        noise = torch.randn(8, 64, 64, generator=torch.Generator().manual_seed(0))
+        assert estimated_noise(torch.linspace(0, 1, 64) + sigma * noise) == pytest.approx(sigma, rel=0.1, abs=1e-6)
+    assert estimated_noise(torch.rand(2, 1, 9)) == 0

@@ -38,30 +38,18 @@ def test_a_folder_of_clips_of_every_kind(tmp_path):
     assert found(tmp_path) == [("a.npy", None), ("b2.avi", None), ("b10.mp4", None), ("c", None)]
 
 
-AVENUE = [
-    *(f"training_videos/{number:02}.avi" for number in (1, 2)),
-    *(f"testing_videos/{number:02}.avi" for number in (1, 21)),
-]
+AVENUE = ["training_videos/01.avi", "training_videos/02.avi", "testing_videos/01.avi", "testing_videos/21.avi"]
 LITTER = ["training_vol/vol01.mat", "testing_vol/vol01.avi", "ground_truth_demo/gt.avi", "training_videos/.DS_Store"]
 FRAMES = [f"{split}/frames/0{clip}" for split in ("training", "testing") for clip in (1, 2)]
 UCSD = [f"{split}/{split}00{clip}" for split in ("Train", "Test") for clip in (1, 2)]
 UCSD_LITTER = ["Test/Test001_gt/001.bmp", "Test/._Test001", "Train/Train001/._001.tif", "Train/Train001/001.tif~"]
+SHANGHAI_LITTER = ["training/frames/01_001/1.jpg", "testing/test_frame_mask/01_0014.npy"]
 SHANGHAI = ["training/videos/01_001.avi", "training/videos/01_010.avi", "testing/frames/01_0014"]
 TREES = {  # the clips, and the files
     "Avenue": (AVENUE, [*AVENUE, *LITTER, "training_videos/._01.avi"]),
     "Avenue as frames": (FRAMES, [f"{folder}/000{frame}.jpg" for folder in FRAMES for frame in (0, 1)]),
-    "UCSD": (
-        UCSD,
-        [*(f"{folder}/00{frame}.tif" for folder in UCSD for frame in (1, 2)), *UCSD_LITTER],
-    ),
-    "ShanghaiTech": (
-        SHANGHAI,
-        [
-            *(*SHANGHAI[:2], "training/frames/01_001/1.jpg"),
-            *(f"{SHANGHAI[2]}/00{frame}.jpg" for frame in (0, 1)),
-            *(f"testing/test_{mask}_mask/01_0014.npy" for mask in ("frame", "pixel")),
-        ],
-    ),
+    "UCSD": (UCSD, [*(f"{folder}/00{frame}.tif" for folder in UCSD for frame in (1, 2)), *UCSD_LITTER]),
+    "ShanghaiTech": (SHANGHAI, [*SHANGHAI[:2], f"{SHANGHAI[2]}/000.jpg", f"{SHANGHAI[2]}/001.jpg", *SHANGHAI_LITTER]),
 }
 
 

@@ -200,14 +200,6 @@ def test_a_clip_with_one_color_picture_is_a_color_clip(tmp_path, odd, colored):
     assert denoised(folder, tmp_path / "out.mp4")["notes"] == []
 
 
-@pytest.mark.parametrize("dtype", [np.uint8, np.float32])
-def test_arrays_of_one_channel_are_gray(tmp_path, dtype):
-    np.save(tmp_path / "a.npy", np.ones((4, 8, 9, 1), dtype))
-    frames, _ = read(tmp_path / "a.npy")
-    assert [frame.shape for frame in frames] == [(8, 9)] * 4
-    assert frames[0].max() == (1 if dtype == np.uint8 else 255)
-
-
 def signs(*names: str) -> list[str]:
     return naming_signs([Path(name) for name in sorted(names, key=natural_key)])
 

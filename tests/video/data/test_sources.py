@@ -71,6 +71,7 @@ def test_gray_video_gives_gray_frames(tmp_path):
 def test_a_video_cut_short_is_refused_or_noted(tmp_path, write_video, share, name, codec, options):
     path = write_video(tmp_path / name, count=60, codec=codec, **options)
     assert len(read(path)) == 60
+    assert signs(path) == []
     short = cut(path, share)
     with contextlib.suppress(InputError):
         assert signs(short)
@@ -182,36 +183,23 @@ def test_a_folder_of_none_one_or_mixed_pictures_is_refused(tmp_path, write_folde
     refused(tmp_path, "frame 3.png is 20x32", "first frame is 48x32", by=lambda: read(tmp_path))
 
 
-@pytest.mark.parametrize("shape", [(5, 8, 10), (5, 8, 10, 3)])
+@pytest.mark.parametrize("shape", [(5, 8, 10), (5, 8, 10, 1), (5, 8, 10, 3)])
 def test_arrays_are_read(tmp_path, shape):
     frames = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
     np.save(tmp_path / "a.npy", frames)
-    assert np.array_equal(read(tmp_path / "a.npy"), frames)
+    assert np.array_equal(read(tmp_path / "a.npy"), frames[..., 0] if shape[3:] == (1,) else frames)
     for dtype in (np.float16, np.float32, np.float64):  # scaled and rounded
         np.save(tmp_path / "d.npy", np.array([[[0, 1]], [[0.5, 0.25]]], dtype))
         assert [frame.tolist() for frame in read(tmp_path / "d.npy")] == [[[0, 255]], [[128, 64]]]
 
 
 @pytest.mark.parametrize(
-    ("value", "fact"),
-    [
-        (np.nan, "values in [nan, nan]"),
-        (np.inf, "values in [0, inf]"),
-        (1.5, "values in [0, 1.5]"),
-        (-0.5, "values in [-0.5, 0]"),
-    ],
-)
-def test_bad_floats_are_refused(tmp_path, refused, value, fact):
-    frames = np.zeros((4, 3, 3), np.float32)
-    frames[2, 1, 1] = value
-    np.save(tmp_path / "clip.npy", frames)
-    path = tmp_path / "clip.npy"
-    refused(path, "frame 2", fact, "[0, 1]", by=lambda: read(path))
-
-
-@pytest.mark.parametrize(
     ("array", "fact"),
     [
+        (np.full((4, 3, 3), np.nan), "frame 0 has values in [nan, nan]"),
+        (np.array([[[0]], [[np.inf]]]), "frame 1 has values in [inf, inf]"),
+        (np.array([[[1, 1.5]]] * 2), "frame 0 has values in [1, 1.5]"),
+        (np.array([[[-0.5, 0]]] * 2), "values in [-0.5, 0]; expected uint8, or floats within [0, 1]"),
         (np.zeros((4, 3, 3), np.int64), "dtype int64"),
         (np.zeros((4, 3, 3), np.uint16), "dtype uint16"),
         (np.zeros((4, 3, 3), complex), "dtype complex128"),
@@ -241,15 +229,6 @@ def signs(path: Path) -> list[str]:
     assert frames
     assert all(note.startswith(f"{path}: may be damaged or cut short: ") for note in source.notes)
     return [note.partition("cut short: ")[2] for note in source.notes]
-
-
-FORMATS = [("a.avi", "mpeg4"), ("b.avi", "mjpeg"), ("c.mkv", "libx264"), ("d.mp4", "libx264"), ("e.ts", "mpeg2video")]
-
-
-@pytest.mark.parametrize(("name", "codec"), FORMATS)
-def test_a_whole_video_has_no_notes(tmp_path, write_video, name, codec):
-    for rate in (10, 25, 30):
-        assert signs(write_video(tmp_path / f"{rate}{name}", count=30, codec=codec, rate=rate)) == []
 
 
 def test_an_avi_that_begins_with_empty_frames_is_whole(tmp_path):
@@ -301,8 +280,9 @@ def test_interlaced_video_is_noted(tmp_path, count):
         path.write_bytes(path.read_bytes() + progressive.read_bytes())
     source = open_source(path)
     assert len(list(source.frames())) == 6 + count
-    where = f"in 6 of {6 + count} frames"
-    assert f"{path}: is interlaced {where}: deinterlace it first, as with ffmpeg -vf bwdif" in source.notes
+    note = f"{path}: is interlaced in 6 of {6 + count} frames: deinterlace it first, as with ffmpeg -vf bwdif"
+    assert source.notes[-1] == note
+    assert count or len(source.notes) == 1
 
 
 def cover_box() -> bytes:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from cdt_fast.checks import InputError
 from cdt_fast.video.data.clips import Clip, open_source
 from cdt_fast.video.data.crops import preprocess
 from cdt_fast.video.data.scenes import demo_clip
-from cdt_fast.video.data.windows import DecodedClip, VideoData, load_clip, load_video, split_clips
+from cdt_fast.video.data.windows import DecodedClip, load_clip, load_video, split_clips
 
 
 def lengths(*frames: int, split: Any = None) -> list[DecodedClip]:
@@ -55,28 +54,14 @@ def test_splits_never_share_frames(clips, window):
     ("clips", "window", "expected"),
     [
         (lengths(1394), 20, ([(0, 0, 1100)], [(0, 1120, 1240)], [(0, 1260, 1380)])),
-        (lengths(50), 10, ([(0, 0, 10)], [(0, 20, 30)], [(0, 40, 50)])),
-        (
-            lengths(50, 100),
-            10,
-            ([(0, 0, 10), (1, 0, 60)], [(0, 20, 30), (1, 70, 80)], [(0, 40, 50), (1, 90, 100)]),
-        ),
-        (lengths(30, 30, 30), 10, ([(0, 0, 30)], [(1, 0, 30)], [(2, 0, 30)])),
-        (
-            lengths(*[30] * 25),
-            10,
-            ([(n, 0, 30) for n in range(21)], [(21, 0, 30), (22, 0, 30)], [(23, 0, 30), (24, 0, 30)]),
-        ),
+        (lengths(50, 100), 10, ([(0, 0, 10), (1, 0, 60)], [(0, 20, 30), (1, 70, 80)], [(0, 40, 50), (1, 90, 100)])),
+        (lengths(*[9] * 25), 9, ([(n, 0, 9) for n in range(21)], [(21, 0, 9), (22, 0, 9)], [(23, 0, 9), (24, 0, 9)])),
         (
             lengths(*[30] * 3, split="train") + lengths(40, 50, split="test"),
             10,
             ([(0, 0, 30), (1, 0, 30)], [(2, 0, 30)], [(3, 0, 40), (4, 0, 50)]),
         ),
-        (
-            lengths(75, split="train") + lengths(33, split="test"),
-            10,
-            ([(0, 0, 50)], [(0, 60, 70)], [(1, 0, 33)]),
-        ),
+        (lengths(75, split="train") + lengths(33, split="test"), 10, ([(0, 0, 50)], [(0, 60, 70)], [(1, 0, 33)])),
         (lengths(*[30] * 3, split="train"), 10, ([(0, 0, 30)], [(1, 0, 30)], [(2, 0, 30)])),
     ],
 )
@@ -84,12 +69,6 @@ def test_clips_are_divided_by_clip_or_by_time(clips, window, expected):
     splits = split_clips(clips, window)
     assert (splits.train, splits.validation, splits.test) == expected
     assert splits.method == ("clip" if all(start == 0 for _, start, _ in splits.validation) else "time")
-
-
-def test_short_clips_are_left_out_with_a_note():
-    splits = split_clips(lengths(30, 9, 30, 30), 10)
-    assert [part.clip for part in splits.train + splits.validation + splits.test] == [0, 2, 3]
-    assert splits.notes == ["clip1: left out, its 9 frames are less than a window of 10"]
 
 
 @pytest.mark.parametrize(
@@ -113,14 +92,6 @@ def test_too_few_frames_are_refused(clips, window, facts):
         assert fact in str(caught.value)
 
 
-@pytest.fixture
-def load(tmp_path) -> Callable[..., VideoData]:
-    def call(source: str | Path, **settings: Any) -> VideoData:
-        return load_video(source, progress=False, **settings)
-
-    return call
-
-
 def save_clips(folder: Path, *frames: int, size: int = 16) -> list[np.ndarray]:
     generator = np.random.default_rng(0)
     folder.mkdir(parents=True, exist_ok=True)
@@ -130,9 +101,9 @@ def save_clips(folder: Path, *frames: int, size: int = 16) -> list[np.ndarray]:
     return clips
 
 
-def test_windows_hold_the_frames_they_name(tmp_path, load):
+def test_windows_hold_the_frames_they_name(tmp_path):
     clips = save_clips(tmp_path / "set", 23, 17, 31, 12)
-    data = load(tmp_path / "set", window=5, size=16)
+    data = load_video(tmp_path / "set", window=5, size=16)
     by_name = {f"{number}.npy": clip for number, clip in enumerate(clips)}
     names = []
     for windows in (data.train, data.validation, data.test):
@@ -153,24 +124,24 @@ def test_windows_hold_the_frames_they_name(tmp_path, load):
         data.train.batch([len(data.train)])
 
 
-def test_sigma_is_of_the_training_frames_alone(tmp_path, load):
+def test_sigma_is_of_the_training_frames_alone(tmp_path):
     clips = save_clips(tmp_path / "set", 70, 10, 10)
-    data = load(tmp_path / "set", window=5, size=16)
+    data = load_video(tmp_path / "set", window=5, size=16)
     assert data.sigma == pytest.approx((clips[0] / 255.0).std(), rel=1e-12)
     [clip] = save_clips(tmp_path / "one", 100)
-    single = load(tmp_path / "one" / "0.npy", window=10, size=16)
+    single = load_video(tmp_path / "one" / "0.npy", window=10, size=16)
     assert single.sigma == pytest.approx((clip[:60] / 255.0).std(), rel=1e-12)
 
 
-def test_flat_training_frames_are_refused(tmp_path, load, refused):
+def test_flat_training_frames_are_refused(tmp_path, refused):
     np.save(tmp_path / "flat.npy", np.full((50, 16, 16), 7, np.uint8))
-    refused(Path("flat.npy"), "flat gray", "level 7", by=lambda: load(tmp_path / "flat.npy", window=5, size=16))
+    refused(Path("flat.npy"), "flat gray", "level 7", by=lambda: load_video(tmp_path / "flat.npy", window=5, size=16))
 
 
-def test_a_marked_tree(tmp_path, load):
+def test_a_marked_tree(tmp_path):
     save_clips(tmp_path / "set" / "training", 20, 20)
     save_clips(tmp_path / "set" / "testing", 20)
-    data = load(tmp_path / "set", window=5, size=16)
+    data = load_video(tmp_path / "set", window=5, size=16)
     names = [part.name(0) for part in (data.train, data.validation, data.test)]
     assert names == [("training/0.npy", 0), ("training/1.npy", 0), ("testing/0.npy", 0)]
 
@@ -184,10 +155,10 @@ def test_the_word_demo_is_the_generated_clip(tmp_path, monkeypatch, refused):
     refused(Path("demo"), "no such file", by=lambda: load_video("./demo"))
 
 
-def test_describe_counts_the_notes_of_many_clips_and_spells_out_control_characters(tmp_path, load):
+def test_describe_counts_the_notes_of_many_clips_and_spells_out_control_characters(tmp_path):
     save_clips(tmp_path / "set", *[20] * 3, *[3] * 15)
     (tmp_path / "set" / "3.npy").rename(tmp_path / "set" / "\x1b[2J.npy")
-    text = load(tmp_path / "set", window=5, size=16).description
+    text = load_video(tmp_path / "set", window=5, size=16).description
     assert "18 clips, split by clip; frames 16x16\n" in text
     assert "windows of 5 frames: 4 training, 4 validation, 4 test" in text
     assert "left out, its 3 frames are less than a window of 5" in text
