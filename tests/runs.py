@@ -18,12 +18,12 @@ from cdt_fast.training.task import EvaluatedRun
 
 
 def load_data(settings: RunSettings) -> Any:
-    """What the settings name, without a bar."""
+    """Return what the settings name, without a bar."""
     return task_of(settings).load(settings, progress=False)
 
 
 def settings_of(task: str, tiny: Mapping[str, Mapping[str, Any]], source: Path, /, **changes: Any) -> Any:
-    """Tiny settings of a task, some replaced, whatever their section."""
+    """Return tiny settings of a task, some replaced, whatever their section."""
     config = TASKS[task].settings()
     for section, values in tiny.items():
         config.update(section, values)
@@ -35,7 +35,7 @@ def settings_of(task: str, tiny: Mapping[str, Mapping[str, Any]], source: Path, 
 
 
 def new_trainer(run: RunFolder, settings: RunSettings, graphs: Any = None, accelerator: Any = None) -> loop.Trainer:
-    """A trainer, on the CPU where no accelerator is given."""
+    """Return a trainer, on the CPU where no accelerator is given."""
     accelerator = Accelerator(cpu=True) if accelerator is None else accelerator
     return loop.Trainer(run, settings, task_of(settings), load_data(settings), accelerator, graphs)
 
@@ -46,7 +46,7 @@ def train(run: RunFolder, settings: RunSettings, **options: Any) -> None:
 
 
 def trained(settings: RunSettings, folder: Path, progress: bool = False) -> RunFolder:
-    """A new run in `folder`, trained to its end."""
+    """Return a new run in `folder`, trained to its end."""
     run = RunFolder.create(folder, settings)
     train(run, settings, progress=progress)
     return run
@@ -58,7 +58,7 @@ def evaluate_run(run: RunFolder, settings: RunSettings) -> EvaluatedRun:
 
 
 def evaluated(run: RunFolder, settings: RunSettings) -> dict[str, Any]:
-    """What `evaluation.json` holds of a run."""
+    """Return what `evaluation.json` holds of a run."""
     return evaluate_run(run, settings).evaluation.model_dump(mode="json")
 
 
@@ -77,7 +77,7 @@ def assert_same_runs(run: RunFolder, expected: RunFolder) -> None:
 
 
 def flat(value: Any, *where: object) -> dict[Any, Any]:
-    """Every value in nested dictionaries and sequences by its place, with its type; tuples count as lists."""
+    """Return every value in nested dictionaries and sequences by its place, with its type; tuples count as lists."""
     if isinstance(value, Tensor):
         return {where: (value.dtype, value.tolist())}
     if not isinstance(value, dict | list | tuple) or not value:

@@ -52,7 +52,7 @@ def train(options: argparse.Namespace) -> None:
 
 
 def _free_folder(settings: RunSettings) -> Path:
-    """A new folder for a run, named after its source: no two runs share one."""
+    """Return a new folder for a run, named after its source: no two runs share one."""
     kind = "constrained" if settings.constrained else "unconstrained"
     name = f"{Path(settings.data.source).stem}-{kind}"
     folders = (Path("runs") / (name if number == 1 else f"{name}-{number}") for number in itertools.count(1))
@@ -78,7 +78,7 @@ def reproduce(options: argparse.Namespace) -> None:
 
 
 def _is_first_process() -> bool:
-    """Whether this process is the one that writes, of those that torchrun or accelerate launched."""
+    """Return whether this process is the one that writes, of those that torchrun or accelerate launched."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
@@ -166,7 +166,7 @@ def _report(runs: list[Any], folder: str | Path, command: str) -> None:
 
 
 def _save(path: str | None, value: Any) -> None:
-    """What --json asks for."""
+    """Write the file that --json asks for."""
     if path is not None:
         write_json(path, value)
 

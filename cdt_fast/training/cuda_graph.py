@@ -80,7 +80,7 @@ class CapturedStep:
         self._replays: dict[Hashable, Callable[[], Any]] = {}
 
     def __call__(self, *inputs: Tensor, **choices: Hashable) -> Any:
-        """What the function returns for these arguments; tensors in it hold until the next call, of whatever kind.
+        """Return what the function does for these arguments; tensors in it hold until the next call, of whatever kind.
 
         Args:
             inputs: tensors on the device; they are copied.

@@ -27,7 +27,7 @@ class Execution:
 
     @property
     def autocast(self) -> torch.dtype | None:
-        """The dtype that products are cast to; None: that of the weights."""
+        """Return the dtype that products are cast to; None: that of the weights."""
         return torch.bfloat16 if self.precision == "bf16" else None
 
     def describe(self, workload: Workload) -> str:

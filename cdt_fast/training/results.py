@@ -71,12 +71,12 @@ class Evaluation(Part):
 
     @property
     def finished(self) -> bool:
-        """Whether the training had come to its end."""
+        """Return whether the training had come to its end."""
         return self.trained_steps >= self.steps
 
     @property
     def kind(self) -> str:
-        """The network in a word."""
+        """Return the network in a word."""
         return Path(self.model).name
 
 

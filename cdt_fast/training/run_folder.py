@@ -34,7 +34,7 @@ class RunFolder:
 
     @property
     def name(self) -> str:
-        """The folder's own name."""
+        """Return the folder's own name."""
         return self.path.resolve().name
 
     @classmethod

@@ -177,7 +177,7 @@ class RunSettings(BaseModel):
 
     @property
     def noise(self) -> tuple[float, float]:
-        """The least and the greatest noise level of the training; InputError: gamma is neither a level nor a range."""
+        """Return the training's least and greatest noise level; InputError: gamma is neither a level nor a range."""
         gamma = self.data.gamma
         if not isinstance(gamma, list):
             return gamma, gamma
@@ -187,30 +187,30 @@ class RunSettings(BaseModel):
 
     @property
     def shown_noise(self) -> str:
-        """The noise levels of the training, in words."""
+        """Return the noise levels of the training, in words."""
         least, greatest = self.noise
         return f"{least:g}" if least == greatest else f"{least:g} to {greatest:g}"
 
     @property
     def typical_noise(self) -> float:
-        """The level in the middle of the training's."""
+        """Return the level in the middle of the training's."""
         return sum(self.noise) / 2
 
     @property
     def constrained(self) -> bool:
-        """Whether the run trains under descent constraints."""
+        """Return whether the run trains under descent constraints."""
         return self.constraints.constrained
 
     @property
     def objective(self) -> presets.ObjectiveName:
-        """What the run minimizes: without constraints the last loss alone, unless the settings name another."""
+        """Return what the run minimizes: without constraints the last loss alone, unless the settings name another."""
         if self.constraints.objective is not None:
             return self.constraints.objective
         return DEFAULTS.objective if self.constrained else "last"
 
     @property
     def coefficients(self) -> list[float] | None:
-        """The weights of the depths in the objective; None: ones."""
+        """Return the weights of the depths in the objective; None: ones."""
         return None
 
     def steps_per_epoch(self, samples: int) -> int:

@@ -116,7 +116,7 @@ class EvaluatedRun:
 
     @property
     def label(self) -> str:
-        """The run's name and how it was trained."""
+        """Return the run's name and how it was trained."""
         constrained = self.evaluation.constrained
         words = ["constrained" if constrained else "unconstrained"]
         if self.settings.objective != (DEFAULTS.objective if constrained else "last"):

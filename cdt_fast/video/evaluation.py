@@ -47,7 +47,7 @@ class VideoEvaluation(Evaluation):
 
     @property
     def kind(self) -> str:
-        """As `Evaluation.kind`; networks of dictionaries by whether their layers share one."""
+        """Return `vit`, or whether the layers share a dictionary."""
         return self.model if self.model == "vit" else "tied" if self.tied else "untied"
 
 
