@@ -118,7 +118,7 @@ def evaluate(options: argparse.Namespace) -> None:
     from cdt_fast.video.networks import load_network
 
     found = compare_denoisers(load_network(run.model, settings.training.device), settings, options.clips)
-    _save(options.json, [each._asdict() for each in found])
+    _save(options.json, found)
     print(as_text(as_table(found)))
 
 

@@ -9,7 +9,7 @@ from fractions import Fraction
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,34 +38,55 @@ _FILTERS: dict[str, Callable[[float], str]] = {
 }
 
 
-class Measured(NamedTuple):
-    """The means over clips at each noise level, PSNR in dB on 0..255."""
-
-    name: str
-    psnr: list[float]
-    ssim: list[float]
-    seconds_a_frame: float
-
-
 @torch.no_grad()
 def compare_denoisers(
     model: Denoiser, settings: VideoSettings, sources: Sequence[str], at: Sequence[float] = SIGMAS
-) -> list[Measured]:
+) -> list[dict[str, Any]]:
     """Measure a noise-adaptive model at every depth, and all `peers`, on the luma of clips with white noise.
 
     Of each clip 160 x 160 pixels of the 16 frames in its middle (or as many more as fill windows) are measured. The
     model is told the noise (in gray levels, one of `at`), as the peers are, and once estimates it, as `denoise` does.
+    The noise is the same for all. The result is the name of each, and its means over clips by level: `psnr` in dB on
+    0..255, `ssim`, and the median of `seconds_a_frame`.
     """
     if not is_adaptive(model):
         raise InputError("--clips compares a noise-adaptive network, which is what train video trains by default")
     clips = [_piece(clip.path, settings.data.window) for source in sources for clip in find_clips(source)]
+
+    def ours(depth: int, told: bool, frames: Tensor, sigma: float) -> Tensor:
+        denoising, windows = Denoising(model, settings, depth), frames.to(device_of(model)).split(settings.data.window)
+        return torch.cat([denoising.plane(window[None], sigma if told else None)[0] for window in windows]).cpu()
+
     named = peers()
-    for depth in range(1, model.layers + 1):
-        named[f"this run, {depth} of {model.layers} layers"] = partial(_ours, Denoising(model, settings, depth))
-    estimating = Denoising(model, settings, model.layers)
-    named["this run, noise estimated"] = lambda frames, _: _ours(estimating, frames, None)
-    bar = progress_bar(named.items(), desc="compare", unit="denoiser")
-    return [_measured(name, denoise, clips, at) for name, denoise in bar]
+    named |= {f"this run, {n} of {model.layers} layers": partial(ours, n, True) for n in range(1, model.layers + 1)}
+    named["this run, noise estimated"] = partial(ours, model.layers, False)
+    results: list[dict[str, Any]] = []
+    for name, denoise in progress_bar(named.items(), desc="compare", unit="denoiser"):
+        rows: list[Any] = []
+        for level, sigma in enumerate(at):
+            found = []
+            for number, clean in enumerate(clips):
+                noise = torch.randn(clean.shape, generator=torch.Generator().manual_seed(1000 * level + number))
+                begin = time.perf_counter()
+                denoised = denoise(clean + sigma / LEVELS * noise, sigma)
+                took = (time.perf_counter() - begin) / len(clean)
+                psnr = psnr_of(LEVELS * (denoised - clean).square().mean().sqrt().item()) or math.inf
+                found.append((psnr, ssim(denoised[None], clean[None]).mean().item(), took))
+            rows.append(np.mean(found, 0))
+        psnrs, alike, seconds = np.transpose(rows).tolist()
+        results.append({"name": name, "psnr": psnrs, "ssim": alike, "seconds_a_frame": float(np.median(seconds))})
+    return results
+
+
+def as_table(results: Sequence[dict[str, Any]], at: Sequence[float] = SIGMAS) -> list[list[str]]:
+    """Return rows of words, the heading first."""
+    rows = [["PSNR in dB", *(f"σ {sigma:g}" for sigma in at), "mean", "SSIM", "ms a frame"]]
+    for found in results:
+        numbers = [f"{value:.2f}" for value in (*found["psnr"], np.mean(found["psnr"]))]
+        rows.append(
+            [found["name"], *numbers, f"{np.mean(found['ssim']):.3f}", f"{1000 * found['seconds_a_frame']:.1f}"]
+        )
+    return rows
 
 
 def peers() -> dict[str, Denoise]:
@@ -78,15 +99,6 @@ def peers() -> dict[str, Denoise]:
     }
 
 
-def as_table(measurements: Sequence[Measured], at: Sequence[float] = SIGMAS) -> list[list[str]]:
-    """Return rows of words, the heading first."""
-    rows = [["PSNR in dB", *(f"σ {sigma:g}" for sigma in at), "mean", "SSIM", "ms a frame"]]
-    for name, psnr, alike, seconds in measurements:
-        numbers = [f"{value:.2f}" for value in (*psnr, np.mean(psnr))]
-        rows.append([name, *numbers, f"{np.mean(alike):.3f}", f"{1000 * seconds:.1f}"])
-    return rows
-
-
 def _piece(path: Path, window: int) -> Tensor:
     """Return the luma of the middle of a clip, `[T, h, w]` in [0, 1]."""
     wanted = window * math.ceil(_FRAMES / window)
@@ -97,28 +109,6 @@ def _piece(path: Path, window: int) -> Tensor:
     frames = np.stack([luma(frame) for frame in islice(open_source(path).frames(), start, start + wanted)])
     top, left = (max(0, (length - _SIDE) // 2) for length in frames.shape[1:])
     return torch.from_numpy(frames[:, top : top + _SIDE, left : left + _SIDE] / np.float32(LEVELS))
-
-
-def _measured(name: str, denoise: Denoise, clips: Sequence[Tensor], at: Sequence[float]) -> Measured:
-    """Denoise clean clips with noise that is the same for all denoisers."""
-    rows: list[Any] = []
-    for level, sigma in enumerate(at):
-        found = []
-        for number, clean in enumerate(clips):
-            noise = torch.randn(clean.shape, generator=torch.Generator().manual_seed(1000 * level + number))
-            begin = time.perf_counter()
-            denoised = denoise(clean + sigma / LEVELS * noise, sigma)
-            took = (time.perf_counter() - begin) / len(clean)
-            psnr = psnr_of(LEVELS * (denoised - clean).square().mean().sqrt().item()) or math.inf
-            found.append((psnr, ssim(denoised[None], clean[None]).mean().item(), took))
-        rows.append(np.mean(found, 0))
-    psnrs, alike, seconds = np.transpose(rows)
-    return Measured(name, psnrs.tolist(), alike.tolist(), float(np.median(seconds)))
-
-
-def _ours(denoising: Denoising, frames: Tensor, sigma: float | None) -> Tensor:
-    windows = frames.to(device_of(denoising.model)).split(denoising.settings.data.window)
-    return torch.cat([denoising.plane(window[None], sigma)[0] for window in windows]).cpu()
 
 
 def _filtered(name: str, frames: Tensor, sigma: float) -> Tensor:

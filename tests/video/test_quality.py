@@ -64,16 +64,18 @@ def test_a_run_is_compared_with_other_denoisers_on_clips_of_anyone(tmp_path: Pat
     settings.update("data", {"patch_frames": 4})
     model = DUST(256, 256, 2, sparsity=1.5, scale=0.02, patch_frames=4, noise_adaptive=True)
     found = compare_denoisers(model, settings, [str(tmp_path / "clip.npy")], [20.0, 50.0])
-    by_name = {each.name: each for each in found}
+    by_name = {each["name"]: each for each in found}
     noisy = by_name["noisy frames"]
-    assert noisy.psnr == pytest.approx([psnr_of(20.0), psnr_of(50.0)], abs=0.1)
+    assert noisy["psnr"] == pytest.approx([psnr_of(20.0), psnr_of(50.0)], abs=0.1)
     for name, each in by_name.items():
         if name != "noisy frames":
-            assert each.psnr[1] > noisy.psnr[1] + 0.5, name
-            assert len(each.psnr) == len(each.ssim) == 2
-    assert by_name["this run, 2 of 2 layers"].psnr[1] > noisy.psnr[1] + 6  # the start of the training is a threshold
-    told = by_name["this run, 2 of 2 layers"].psnr
-    assert by_name["this run, noise estimated"].psnr == pytest.approx(told, abs=0.5)
+            assert each["psnr"][1] > noisy["psnr"][1] + 0.5, name
+            assert len(each["psnr"]) == len(each["ssim"]) == 2
+    assert (
+        by_name["this run, 2 of 2 layers"]["psnr"][1] > noisy["psnr"][1] + 6
+    )  # the start of the training is a threshold
+    told = by_name["this run, 2 of 2 layers"]["psnr"]
+    assert by_name["this run, noise estimated"]["psnr"] == pytest.approx(told, abs=0.5)
     rows = as_table(found, [20.0, 50.0])
     assert len({len(row) for row in rows}) == 1
     with pytest.raises(InputError, match=r"short\.npy: has 3 frames"):
