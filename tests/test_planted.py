@@ -44,10 +44,6 @@ def write_array(path: Path, made: Planted) -> None:
     np.save(path, np.array([made] * 4, dtype=object), allow_pickle=True)
 
 
-def write_arrays(path: Path, made: Planted) -> None:
-    np.savez(path, frames=np.array([made] * 4, dtype=object))
-
-
 def write_pickle(path: Path, made: Planted) -> None:
     path.write_bytes(pickle.dumps(made))
 
