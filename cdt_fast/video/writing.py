@@ -81,7 +81,7 @@ def write_video(
             # 4:2:0 is what every player takes; it needs even sides.
             pixels = {"width": width, "height": height, "pix_fmt": "yuv444p" if width % 2 or height % 2 else "yuv420p"}
             stream = container.add_stream("libx264", rate=rate, options=_ENCODING, **pixels, **tags)
-            pictures = _encoded(stream, chain([first], frames), source, rate, tags)
+            pictures = _encoded(stream, chain([first], frames), source, rate)
             sound = _carried(source, container, lost, notes) if isinstance(source, VideoFile) else iter(())
             for packet in merge(pictures, sound, key=lambda packet: packet.dts * packet.time_base):
                 count += packet.stream.type == "video"
@@ -101,9 +101,7 @@ def write_video(
     return {"frames": count, "width": width, "height": height, "frame_rate": float(rate)}, notes
 
 
-def _encoded(
-    stream: Any, frames: Iterable[np.ndarray], source: FrameSource, rate: Fraction, tags: dict[str, Any]
-) -> Iterator[Any]:
+def _encoded(stream: Any, frames: Iterable[np.ndarray], source: FrameSource, rate: Fraction) -> Iterator[Any]:
     """Yield the packets of frames, at the steady rate until one departs from it, then at their own times."""
     av = require("av", "video", "writing video")
     tick = Fraction(1, rate.numerator * -(-_TICKS // rate.numerator)) if source.times else 1 / rate
@@ -112,8 +110,8 @@ def _encoded(
     for number, frame in enumerate(frames):
         colored = np.ascontiguousarray(np.broadcast_to(frame, (stream.height, stream.width, 3)))
         picture = av.VideoFrame.from_ndarray(colored, format="rgb24")
-        picture.colorspace = yuv_matrix(tags["colorspace"], stream.height, stream.width)
-        picture = picture.reformat(format=stream.pix_fmt, dst_color_range=tags["color_range"] or LIMITED_RANGE)
+        picture.colorspace = yuv_matrix(stream.colorspace, stream.height, stream.width)
+        picture = picture.reformat(format=stream.pix_fmt, dst_color_range=stream.color_range or LIMITED_RANGE)
         steady = number / rate
         shown = source.times[number] - source.times[0] if source.times else steady
         even = even and abs(shown - steady) <= _TIME_TOLERANCE

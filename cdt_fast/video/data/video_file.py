@@ -110,7 +110,7 @@ class VideoFile(FrameSource):
                 ) from error
             count, marked = len(self.times), max(damaged_packets, damaged_frames)
             signs = [f"the decoder marks {marked} of {count} frames as damaged"] if marked else []
-            signs += self._missing(container, stream, due, others_end)
+            signs += self._missing(container, stream, due, others_end) if count > 1 else []
         self.notes = [f"{self.path}: may be damaged or cut short: {sign}" for sign in signs]
         if interlaced:
             where = f"{self.path}: is interlaced in {interlaced} of {count} frames"
@@ -128,8 +128,6 @@ class VideoFile(FrameSource):
     def _missing(self, container: Any, stream: Any, due: list[Fraction], others_end: Any) -> Iterator[str]:
         """Yield what speaks for missing frames, now that all of them have been read."""
         times, count = self.times, len(self.times)
-        if count < 2:
-            return
         steps = [later - earlier for earlier, later in pairwise(times)]
         usual = sorted(steps)[len(steps) // 2]
         even = sum(0.5 * usual < step < 1.5 * usual for step in steps) >= _EVEN_SHARE * len(steps)
