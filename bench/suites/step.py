@@ -121,7 +121,7 @@ def training_step(
     """
     model, *batch = work.build(device, dtype)
     on_device = device.type != "cpu"  # as in the loop: on a GPU every step updates as a captured one does
-    optimizer, _ = training.build_optimizer(model.parameters(), 1e-12, lambda step: 1.0, on_device=on_device)
+    optimizer = training.build_optimizer(model.parameters(), 1e-12, on_device=on_device)
     constraints = DescentConstraints(work.layers, 0.05, 20.0, dual_lr=1e-9).to(device)
     # In the middle of a training: every depth has a weight, of either sign.
     constraints.multipliers.copy_(0.4 + 0.1 * (torch.arange(work.layers + 1) % 3))

@@ -23,7 +23,13 @@ from cdt_fast.training.checkpoint import load_checkpoint, run_identity, save_che
 from cdt_fast.training.cuda_graph import CapturedStep, CudaGraphs, Graphs
 from cdt_fast.training.execution import resolve_execution
 from cdt_fast.training.interruption import Interrupted, on_signals
-from cdt_fast.training.optimizer import TrainingStep, build_constraints, build_optimizer, load_optimizer_state
+from cdt_fast.training.optimizer import (
+    TrainingStep,
+    build_constraints,
+    build_optimizer,
+    load_optimizer_state,
+    set_rate,
+)
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.training.settings import RunSettings
 from cdt_fast.training.task import Task, Workload
@@ -96,8 +102,7 @@ class Trainer:
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         # Eager steps on a GPU update as captured ones do, so that both come to the same weights.
         on_device = graphs is not None or self.device.type == "cuda"
-        lr = self.workload.lr
-        self.optimizer, self.schedule = build_optimizer(trained, lr, self._relative_rate, on_device=on_device)
+        self.optimizer = build_optimizer(trained, self.workload.lr, on_device=on_device)
         self.steps_per_epoch = settings.steps_per_epoch(self.workload.training_samples)
         self.warmup_steps = settings.warmup_steps(len(data.train))
         layers = self.workload.num_constraints
@@ -143,11 +148,10 @@ class Trainer:
             notes.append(f"note: --reference {given:g} is above the loss of a guess, {used:.4g}, which is used instead")
         return notes
 
-    def _relative_rate(self, step: int) -> float:
-        schedule, done = self.settings.training.schedule, step / self.workload.steps
-        if schedule == "constant":
-            return 1.0
-        return 1 - done if schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+    def _rate(self) -> float:
+        done = self.step / self.workload.steps
+        shares = {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}
+        return self.workload.lr * shares[self.settings.training.schedule]
 
     def run(self, progress: bool = True) -> None:
         """Train from the current step to the last; raises what `train` does."""
@@ -200,6 +204,7 @@ class Trainer:
             self.folder.append_metrics(entry)
 
     def _train_step(self) -> None:
+        set_rate(self.optimizer, self._rate())
         micro_batches = self._micro_batches()
         ranks = self.accelerator.num_processes
         shares = [micro_batch[self.accelerator.process_index :: ranks] for micro_batch in micro_batches]
@@ -215,7 +220,6 @@ class Trainer:
         else:
             self._captured(*chain.from_iterable(batches), counts=counts, items=items, known=known, update=update)
         self._timed_samples += sum(map(len, micro_batches))
-        self.schedule.step()
         if self.constrained and (self.step + 1) % self.steps_per_epoch == 0:
             self.constraints.epoch_end()
 
@@ -255,7 +259,7 @@ class Trainer:
             "step": self.step,
             "epoch": self.step / self.steps_per_epoch,
             "loss": losses,
-            "lr": self.workload.lr * self._relative_rate(self.step),
+            "lr": self._rate(),
             f"{self.task.SAMPLES}_per_second": samples / seconds,
         }
         if self._measured:
@@ -338,7 +342,6 @@ class Trainer:
             "run": run_identity(self.settings),
             "model": self._trained_weights(),
             "optimizer": self.optimizer.state_dict(),
-            "schedule": self.schedule.state_dict(),
             "constraints": self.constraints.state_dict(),
             "best": self.best,
             "logged_sums": self._logged_sums,
@@ -370,7 +373,6 @@ class Trainer:
                 raise KeyError("other weights")
             self.model.load_state_dict({**whole, **state["model"]})
             load_optimizer_state(self.optimizer, state["optimizer"])
-            self.schedule.load_state_dict(state["schedule"])
             self.constraints.load_state_dict(state["constraints"])
             self._logged_sums.copy_(state["logged_sums"])
             torch.set_rng_state(state["random"])

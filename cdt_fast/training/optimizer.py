@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 
 from cdt_fast.checks import InputError
 from cdt_fast.constraints.constraints import DescentConstraints
@@ -18,7 +17,7 @@ from cdt_fast.constraints.presets import DEFAULTS
 from cdt_fast.training.settings import RunSettings
 
 LARGEST_GRADIENT_NORM = 1.0
-_PLACEMENT = ("foreach", "fused", "capturable")  # options of Adam that may differ between two machines of one run
+_PLACEMENT = ("foreach", "fused", "capturable", "lr")  # what may differ between two machines of one run
 
 
 def build_constraints(
@@ -51,47 +50,35 @@ def build_constraints(
     return constraints
 
 
-def build_optimizer(
-    parameters: Iterable[nn.Parameter],
-    lr: float,
-    relative_rate: Callable[[int], float],
-    *,
-    on_device: bool,
-) -> tuple[AdamW, LambdaLR]:
-    """Build Adam and its schedule, which multiplies `lr` by `relative_rate` of the number of steps done.
+def build_optimizer(parameters: Iterable[nn.Parameter], lr: float, *, on_device: bool) -> AdamW:
+    """Build Adam.
 
-    `on_device` keeps the learning rate and the count of steps on the parameters' device and updates in one fused
-    kernel, so that the step can be captured in a CUDA graph: the schedule then writes the rate, as float32, into the
-    tensor that the kernel reads.
+    `on_device` keeps the learning rate, as float32, and the count of steps on the parameters' device and updates in one
+    fused kernel, so that the step can be captured in a CUDA graph.
 
     Raises:
         InputError: the rate is beyond what an update in float32 can be made with.
     """
     if lr > 1e30:
         raise InputError(f"[training] lr must be at most 1e+30, got {lr:g}")
+    trained = list(parameters)
     if not on_device:
-        optimizer = AdamW(parameters, lr=lr, weight_decay=0.0)
-        return optimizer, LambdaLR(optimizer, relative_rate)
-    optimizer = AdamW(parameters, lr=lr, weight_decay=0.0, fused=True, capturable=True)
-    # Before the rate is a tensor: the schedule keeps its own copy of it, which stays a number of the host.
-    schedule = LambdaLR(optimizer, relative_rate)
+        return AdamW(trained, lr=lr, weight_decay=0.0)
+    rate = torch.tensor(lr, dtype=torch.float32, device=trained[0].device)
+    return AdamW(trained, lr=rate, weight_decay=0.0, fused=True, capturable=True)
+
+
+def set_rate(optimizer: AdamW, lr: float) -> None:
+    """Set the learning rate of the next step; one on a device is written into the tensor that a kernel reads."""
     for group in optimizer.param_groups:
-        group["lr"] = torch.tensor(group["lr"], dtype=torch.float32, device=group["params"][0].device)
-    return optimizer, schedule
+        group["lr"] = group["lr"].fill_(lr) if isinstance(group["lr"], Tensor) else lr
 
 
-@torch.no_grad()
 def load_optimizer_state(optimizer: AdamW, state: Mapping[str, Any]) -> None:
-    """Load what `optimizer.state_dict()` returned, there or on another device; the placement stays as built."""
-    groups = [{name: group[name] for name in (*_PLACEMENT, "lr")} for group in optimizer.param_groups]
-    saved = [
-        {**group, **{name: own[name] for name in _PLACEMENT}}
-        for group, own in zip(state["param_groups"], groups, strict=True)
-    ]
-    optimizer.load_state_dict({**state, "param_groups": saved})
-    for group, own in zip(optimizer.param_groups, groups, strict=True):
-        rate = float(group["lr"])
-        group["lr"] = own["lr"].fill_(rate) if isinstance(own["lr"], Tensor) else rate
+    """Load what `optimizer.state_dict()` returned, there or on another device; rate and placement stay as built."""
+    own = [{name: group[name] for name in _PLACEMENT} for group in optimizer.param_groups]
+    groups = [{**saved, **kept} for saved, kept in zip(state["param_groups"], own, strict=True)]
+    optimizer.load_state_dict({**state, "param_groups": groups})
 
 
 @dataclass(frozen=True)

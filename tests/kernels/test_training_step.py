@@ -20,7 +20,7 @@ from cdt_fast.constraints.constraints import DescentConstraints
 from cdt_fast.training.checkpoint import load_checkpoint
 from cdt_fast.training.cuda_graph import EAGER_CALLS, CapturedStep, CudaGraphs
 from cdt_fast.training.loop import Trainer
-from cdt_fast.training.optimizer import TrainingStep, build_optimizer
+from cdt_fast.training.optimizer import TrainingStep, build_optimizer, set_rate
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.video.networks import ReconstructionLosses
 from tests.runs import new_trainer, settings_of
@@ -68,9 +68,7 @@ class Steps:
         device = torch.device("cuda")
         kind, options = MODELS[self.model]
         self.network = kind(PATCH, CODES, LAYERS, **options).to(device)
-        self.optimizer, self.schedule = build_optimizer(
-            self.network.parameters(), 1e-3, lambda step: 1 / (step + 1), on_device=True
-        )
+        self.optimizer = build_optimizer(self.network.parameters(), 1e-3, on_device=True)
         settings = CONSTRAINTS[self.constraints]
         self.duals = None if settings is None else DescentConstraints(LAYERS, 0.5, **settings).to(device)
         self.logged_sums = torch.zeros(LAYERS + 2, dtype=torch.float64, device=device)
@@ -107,8 +105,8 @@ class Steps:
                 self._on_buffers(*self._tokens(sequences), counts=counts, update=update)
             else:
                 self.replays(*self._tokens(sequences), counts=counts, update=update)
-            self.schedule.step()
             self.taken += 1
+            set_rate(self.optimizer, 1e-3 / (self.taken + 1))
 
     def state(self) -> dict[str, Tensor]:
         """Weights, the optimizer's state, the duals and the sums of the losses, as copies."""

@@ -79,7 +79,6 @@ TRAINING: dict[str, Any] = {
     "run": RUN,
     "model": {"weight": torch.ones(2)},
     "optimizer": {"state": {0: {"step": torch.tensor(3.0), "exp_avg": torch.zeros(2)}}, "param_groups": [{"lr": 0.1}]},
-    "schedule": {},
     "constraints": {},
     "best": None,
     "data": {},

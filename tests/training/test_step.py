@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cdt_fast.constraints.constraints import DescentConstraints
 from cdt_fast.models import DUST
-from cdt_fast.training.optimizer import build_optimizer
+from cdt_fast.training.optimizer import build_optimizer, set_rate
 from cdt_fast.video.settings import VideoSettings
 from tests.training.training_cases import HostWaits, NoWaiting, meta_trainer, never_waiting
 
@@ -71,7 +71,7 @@ def test_a_step_that_waits_is_caught(
 
 
 def test_the_optimizer_of_a_gpu_keeps_its_numbers_on_the_device() -> None:
-    """On a CPU in its place: neither update nor schedule reads a tensor, and the rate is that of the schedule."""
+    """On a CPU in its place: neither an update nor a new rate reads a tensor."""
 
     class NoReading(NoWaiting):
         def __torch_dispatch__(self, function: Any, *given: Any) -> Any:
@@ -80,14 +80,14 @@ def test_the_optimizer_of_a_gpu_keeps_its_numbers_on_the_device() -> None:
             return super().__torch_dispatch__(function, *given)
 
     parameter, copy = (torch.nn.Parameter(torch.ones(4)) for _ in range(2))
-    optimizer, schedule = build_optimizer([parameter], 0.5, lambda step: 1 / (step + 1), on_device=True)
+    optimizer = build_optimizer([parameter], 0.5, on_device=True)
     (group,) = optimizer.param_groups
     rate = group["lr"]
     parameter.grad = copy.grad = torch.ones(4)
     with NoReading():
-        for _ in range(3):
+        for number in range(1, 4):
             optimizer.step()
-            schedule.step()
+            set_rate(optimizer, 0.5 / (number + 1))
         with pytest.raises(HostWaits):
             rate.item()
     assert group["lr"] is rate
