@@ -32,8 +32,6 @@ COMMANDS = [
     ["compare"],
     ["denoise"],
     ["reproduce"],
-    ["data"],
-    ["data", "fetch"],
     ["info"],
 ]
 
@@ -105,7 +103,7 @@ def test_help_tells_every_default(call: Call) -> None:
         (["evaluate"], ["RUN"]),
         (["evaluate", "missing"], ["missing: is no run folder"]),
         (["denoise", "missing", "in.mp4", "out.mp4", "--depth", "two"], ["--depth", "two"]),
-        (["data", "fetch", "imagenet"], ["imagenet"]),
+        (["data", "fetch", "ucsd"], ["data is gone: the git tag full"]),
         (["train", "video", "CLIP", "--setup", "paper"], ["--setup is gone: the git tag full"]),
         (["train", "video", "CLIP", "--reference-losses", "nowhere"], ["--reference-losses is gone"]),
         (["train", "video", "CLIP", "--no-adaptive"], ["--no-adaptive is gone: the git tag full"]),

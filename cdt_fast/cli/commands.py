@@ -193,13 +193,6 @@ def denoise(options: argparse.Namespace) -> None:
     )
 
 
-def fetch(options: argparse.Namespace) -> None:
-    """Download a data set."""
-    from cdt_fast import fetch
-
-    print(fetch.fetch(options.name, options.to))
-
-
 def bench(options: argparse.Namespace) -> int:
     """Run the bench."""
     from cdt_fast.bench.run import run_command

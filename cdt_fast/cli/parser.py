@@ -34,7 +34,7 @@ _USUAL = {
     *("text_column", "label_column", "constrained", "rate", "objective", "steps", "epochs", "batch", "lr"),
     *("precision", "device", "seed", "gammas"),
 }
-_GONE_COMMANDS = ("search", "completion", "check")
+_GONE_COMMANDS = ("search", "completion", "data")
 
 
 class Parser(argparse.ArgumentParser):
@@ -132,13 +132,6 @@ def build_parser() -> Parser:
     add("--runs", type=lambda names: names.split(","), metavar="LIST", help="some of its runs by name (all)")
     add("--steps", metavar="N", type=int, help="optimizer steps of a training (the experiment's)")
     add("--out", metavar="DIR", help="folder of the runs and of their comparison (runs/NAME)")
-
-    data = _command(shown, "data", None, "fetch public data sets", "data fetch ucsd")
-    actions = data.add_subparsers(dest="action", required=True, parser_class=Parser, metavar="ACTION")
-    text = "download a public data set, and check it"
-    add = _command(actions, "fetch", commands.fetch, text, "data fetch ucsd --to datasets").add_argument
-    add("name", metavar="NAME", help="avenue, ucsd or shanghaitech")
-    add("--to", default="datasets", metavar="DIR", help="folder to unpack into (datasets)")
 
     text = "measure ops and training steps against other ways to do the same"
     add_arguments(_command(shown, "bench", commands.bench, text, "bench --suite step ops --repeats 9 --out benchmarks"))
