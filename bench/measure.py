@@ -31,11 +31,8 @@ class Refused(Exception):
 
 
 def measure(case: Case, device: torch.device, rounds: int | None = None) -> dict[str, Any]:
-    """Times, ratios and peak memory of every implementation of a case, as the results file has them.
-
-    One that could not run, or was wrong, has a status and a reason, and no figure. `rounds` is how often each is timed;
-    None: as often as fits into `SECONDS`.
-    """
+    """Times, ratios and peak memory of every implementation of a case, as the results file has them: a status and a
+    reason for one that could not run or was wrong. Each is timed `rounds` times, or as often as fits into `SECONDS`."""
     formula = functools.cache(case.expected)
     found: dict[str, dict[str, Any]] = {}
     steps: dict[str, Step] = {}
@@ -96,12 +93,7 @@ def _reason(error: Exception) -> dict[str, str]:
 
 def checked(candidate: Implementation, formula: Step, tolerance: float) -> tuple[Step, float]:
     """Prepare an implementation and run it once; returns its step, and by how much it differs from the formula.
-
-    Raises:
-        Refused: it differs by more than rounding.
-        Unavailable: it cannot run here.
-        Exception: whatever the implementation itself raises.
-    """
+    `Refused`: by more than rounding."""
     step = candidate.prepare()
     difference = disagreement(step(), formula())
     if not difference <= tolerance:
@@ -111,10 +103,7 @@ def checked(candidate: Implementation, formula: Step, tolerance: float) -> tuple
 
 def disagreement(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     """The largest root mean square difference of a tensor, relative to the root mean square of the expected one.
-
-    Raises:
-        Refused: their number or their shapes differ.
-    """
+    `Refused`: their number or their shapes differ."""
     if [tuple(one.shape) for one in actual] != [tuple(one.shape) for one in expected]:
         raise Refused(f"gives {len(actual)} tensors or other shapes than the formula's {len(expected)}")
     worst = 0.0
@@ -127,10 +116,7 @@ def disagreement(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
 
 
 def round_robin(names: Sequence[str], rounds: int) -> Iterator[list[str]]:
-    """The order of each round: every name once, each round begins one further on.
-
-    A drift of the machine's speed then cancels in the ratios of a round, and no implementation is always the first.
-    """
+    """The order of each round: every name once, each round begins one further on, so that none is always the first."""
     for number in range(rounds if names else 0):
         first = number % len(names)
         yield [*names[first:], *names[:first]]

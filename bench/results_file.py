@@ -84,9 +84,7 @@ def open_file(folder: Path, device: str, suite: str, size: str, name: str) -> tu
 
 def add(contents: dict[str, Any], case: Mapping[str, Any], run: Mapping[str, Any], order: Sequence[str]) -> None:
     """Put a case, as `measure.measure` returned it, into the contents of a file, in place of an earlier measurement.
-
-    `run` is the machine and date of this run, `order` the names of the suite's cases: the file forgets all others.
-    """
+    `run` is the machine and date of this run, `order` the names of the suite's cases: the file forgets all others."""
     known = {known["case"]: known for known in contents["cases"]}
     known[case["case"]] = {**case, "run": run["date"]}
     contents["cases"] = [known[name] for name in order if name in known]

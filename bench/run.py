@@ -22,12 +22,7 @@ from cdt_fast.training.allocator import disable_malloc_trim
 
 def run_command(options: argparse.Namespace) -> int:
     """Run what the options ask for. A case is printed and saved as soon as it is measured: a run that is stopped has
-    not been for nothing.
-
-    Raises:
-        InputError: a GPU is asked for and there is none, `--repeats` is below 1, `--case` is part of no name, or a
-            file in the place of a results file is none.
-    """
+    not been for nothing."""
     if options.device == "cuda" and not torch.cuda.is_available():
         raise InputError("--device is cuda, but torch finds no CUDA GPU here")
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -55,5 +50,5 @@ def run_command(options: argparse.Namespace) -> int:
         write_json(path, contents)
         print(case_as_text(measured), flush=True)
         gc.collect()  # the tensors of a case hang on closures that know each other
-    print(f"written to {', '.join(str(path) for path, _ in files.values())}")
+    print("written to", ", ".join(str(path) for path, _ in files.values()))
     return 0

@@ -119,11 +119,8 @@ def torch_chunked(device: torch.device, dtype: str) -> Loss:
 
 
 def liger(device: torch.device, dtype: str) -> Loss:
-    """Liger's fused linear cross-entropy, the head's gradient summed in float32.
-
-    With reduction "none" it computes the logits again in the backward (and in versions that do not, its gradients are
-    wrong and it is not timed).
-    """
+    """Liger's fused linear cross-entropy, the head's gradient summed in float32. With reduction "none" it computes the
+    logits again in the backward; in versions that do not, its gradients are wrong and it is not timed."""
     kind = imported("liger_kernel.transformers", device).LigerFusedLinearCrossEntropyLoss
     return lambda hidden, head, targets, reduction: kind(reduction=reduction, accum_dtype=torch.float32)(
         head, hidden, targets
@@ -131,8 +128,7 @@ def liger(device: torch.device, dtype: str) -> Loss:
 
 
 def cce(device: torch.device, dtype: str, *, filtered: bool) -> Loss:
-    """Cut cross-entropy, whose logits never leave the chip; filtered: gradients of small logits are left out, as is its
-    default."""
+    """Cut cross-entropy, whose logits never leave the chip; filtered, as by default: no gradients of small logits."""
     function = imported("cut_cross_entropy", device).linear_cross_entropy
     if dtype == "float32":
         raise Unavailable("CCE differentiates float16 and bfloat16 alone, not float32")

@@ -80,11 +80,9 @@ def _codes(generator: Generator, sizes: Sizes) -> Inputs:
 
 
 def _layer(generator: Generator, sizes: Sizes, projects: bool = False) -> Inputs:
-    """Sparse codes, a signal near what they stand for, a dictionary, and 1/c with c about its squared norm.
-
-    The tokens of a window share their support, as those of a still scene do, so that no update comes near the
-    threshold: there rounding would decide whether a gradient passes, and hide what is to be compared.
-    """
+    """Sparse codes, a signal near what they stand for, a dictionary, and 1/c with c about its squared norm."""
+    # The tokens of a window share their support: no update comes near the threshold, where rounding would decide
+    # whether a gradient passes.
     batch, tokens, n, m, _ = sizes
     dictionary = normal(generator, n, m).mul_(n**-0.5)
     active = soft_threshold_reference(normal(generator, batch, 1, m), 1.5).sign()

@@ -112,12 +112,7 @@ def training_step(
 ) -> Step:
     """One constrained training step a call; returns the losses that it reads, then the gradients of the parameters.
 
-    The rates of optimizer and multipliers are so small that every step is the first one again.
-
-    Args:
-        work, losses, device: what is trained, how, and where.
-        dtype: of parameters and tokens.
-        autocast: whether the losses are computed under bfloat16 autocast.
+    Rates are so small that every step is the first one again. `autocast`: the losses are formed in bfloat16 autocast.
     """
     model, *batch = work.build(device, dtype)
     on_device = device.type != "cpu"  # as in the loop: on a GPU every step updates as a captured one does
@@ -160,14 +155,9 @@ def weighted(formula: Callable[[DUST, Tensor, Tensor], Tensor]) -> Losses:
 
 
 def written_out_losses(model: DUST, noisy: Tensor, clean: Tensor, identity: bool = False) -> Tensor:
-    """The losses `[L+1]` of a model with analysis codes and "own" or "next" readouts, as everyone would write them
-    first: each layer from its codes alone, in four large products.
-
-    With `identity`, D (A H) = A Z, a layer reuses the projection that reads the depth before it: two large products a
-    layer, what torch alone can do once the identity is known.
-    """
-    whole = model.dictionary
-    dictionaries: list[Tensor] = [whole for _ in range(model.layers)] if model.tied else list(whole.unbind())
+    """The losses `[L+1]` of a model as everyone would write them first: each layer from its codes alone, in four large
+    products. With `identity`, D (A H) = A Z, a layer reuses the projection that reads the depth before it: in two."""
+    dictionaries: list[Tensor] = [model.dictionary] * model.layers if model.tied else [*model.dictionary.unbind()]
     readouts = [*dictionaries, dictionaries[-1]] if model.readout == "next" else [dictionaries[0], *dictionaries]
     codes = model.step * noisy @ dictionaries[0]
     reconstructions = [codes @ readouts[0].mT]

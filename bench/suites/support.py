@@ -90,11 +90,7 @@ def widened(tensor: Tensor) -> Tensor:
 
 
 def imported(name: str, device: torch.device) -> Any:
-    """The module `name`, a peer for NVIDIA GPUs.
-
-    Raises:
-        Unavailable: there is no such GPU, or the package cannot be imported.
-    """
+    """The module `name`, a peer for NVIDIA GPUs; `Unavailable` without such a GPU or the package."""
     require_gpu(name, device)
     try:
         return importlib.import_module(name)

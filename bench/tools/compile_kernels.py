@@ -26,6 +26,7 @@ import torch
 import triton
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -114,21 +115,16 @@ def recording(card: GpuSpec, mode: OperatorsOnMeta | None = None, precision: str
         yield launches
 
 
-def calls(dtype: torch.dtype) -> Iterator[Callable[[], object]]:
-    """Calls of the ops, forward and backward, that reach every kernel as a default training does; in bfloat16 also with
-    each flag that changes the code."""
+def call_ops(dtype: torch.dtype) -> None:
+    """Call the ops, forward and backward, so that every kernel is reached as in a default training; in bfloat16 also
+    with each flag that changes the code."""
 
-    def tensor(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta", requires_grad=dtype.is_floating_point)
+    def tensor(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
 
-    def differentiated(function: Callable[..., Any], *args: Any, **options: Any) -> Callable[[], object]:
-        def run() -> None:
-            outputs = function(*args, **options)
-            outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-            outputs = [one for one in outputs if one is not None and one.requires_grad]
-            torch.autograd.backward(outputs, [torch.empty_like(one) for one in outputs])
-
-        return run
+    def differentiate(function: Callable[..., Any], *args: Any, **options: Any) -> None:
+        outputs = [one for one in tree_leaves(function(*args, **options)) if one is not None and one.requires_grad]
+        torch.autograd.backward(outputs, [torch.empty_like(one) for one in outputs])
 
     every, short = dtype == torch.bfloat16, dtype.itemsize == 2
     lengths, targets = torch.empty(2, 3200, dtype=torch.int64, device="meta")
@@ -136,23 +132,23 @@ def calls(dtype: torch.dtype) -> Iterator[Callable[[], object]]:
     attend = ops.symmetric_attention
     for batch, tokens, width in ((3200, 20, 256), (512, 64, 64), (64, 1024, 64), (64, 1024, 128), (64, 1024, 256)):
         z = tensor(batch, tokens, width)
-        yield differentiated(attend, z)
+        differentiate(attend, z)
         if every and width == 256:
-            yield differentiated(attend, z, tensor(batch, tokens, width))
-            yield differentiated(attend, z, lengths=lengths[:batch])
-            yield differentiated(attend, z, energy=True)
+            differentiate(attend, z, tensor(batch, tokens, width))
+            differentiate(attend, z, lengths=lengths[:batch])
+            differentiate(attend, z, energy=True)
     for width in (256, 64):
         step = tensor(64_000, 1024), tensor(64_000, width), tensor(width, 1024)
         for nonlinearity in ("soft_threshold", "relu") if every else ("soft_threshold",):
-            yield differentiated(ops.lista_step, *step, **numbers, nonlinearity=nonlinearity)
-    yield differentiated(ops.residual_linear, tensor(16_000, 768), tensor(768, 768), tensor(16_000, 768))
+            differentiate(ops.lista_step, *step, **numbers, nonlinearity=nonlinearity)
+    differentiate(ops.residual_linear, tensor(16_000, 768), tensor(768, 768), tensor(16_000, 768))
     for vocabulary in (128_256, 50_257, 10) if every else (128_256,):
         depths = [tensor(3200, 64) for _ in range(3)], tensor(vocabulary, 64), targets
-        yield differentiated(lambda *depths: ops.layerwise_cross_entropy(*depths)[1], *depths)
+        differentiate(lambda *depths: ops.layerwise_cross_entropy(*depths)[1], *depths)
         for flags in ({}, {"softcap": 30.0, "label_smoothing": 0.1})[: 1 + every]:
-            yield differentiated(ops.layerwise_cross_entropy, *depths, depth_weights=weights[:3], **flags)
+            differentiate(ops.layerwise_cross_entropy, *depths, depth_weights=weights[:3], **flags)
     depths = [tensor(64_000, 256) for _ in range(6)]
-    yield differentiated(ops.layerwise_reconstruction_loss, depths, depths[0].detach(), depth_weights=weights)
+    differentiate(ops.layerwise_reconstruction_loss, depths, depths[0].detach(), depth_weights=weights)
     # Under autocast the target stays in float32. 225 pixels: rows that are not aligned.
     for width, target_dtype in ((256, dtype), (256, torch.float32), (64, torch.float32), (225, dtype)) if short else ():
         projection, dictionary = tensor(3200, 20, width), tensor(width, 1024)
@@ -161,9 +157,9 @@ def calls(dtype: torch.dtype) -> Iterator[Callable[[], object]]:
         many = every and width == 256
         for flags in ({}, {"lengths": lengths}, {"next_dictionary": tensor(width, 1024)})[: 3 if many else 1]:
             for codes in (tensor(3200, 20, 1024), None):
-                yield differentiated(ops.unrolled_layer, codes, signal, dictionary, **given, **flags)
+                differentiate(ops.unrolled_layer, codes, signal, dictionary, **given, **flags)
         model = DUST(width, 1024, 2).to("meta", dtype)
-        yield differentiated(model.layer_losses, signal, target, weights[:3])
+        differentiate(model.layer_losses, signal, target, weights[:3])
 
 
 # Compiling
@@ -215,11 +211,6 @@ def compiling_for(card: GpuSpec) -> Iterator[None]:
         yield
 
 
-def compiled(launch: Launch) -> Any:
-    """The kernel that the launch would run, from Triton's cache if it is there; one object for each specialization."""
-    return launch.kernel.warmup(grid=(1,), **launch.arguments, **launch.options)
-
-
 def measured(kernel: Any, name: str, mode: str) -> Compiled:
     """Read the machine code of a compiled kernel."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -243,14 +234,13 @@ def measure_card(card: GpuSpec, modes: Sequence[str], part: str) -> list[Compile
     for mode in modes:
         dtype, precision = MODES[mode]
         with recording(card, precision=precision) as launches:
-            for call in calls(dtype):
-                call()
-        kernels: dict[Any, str] = {}
+            call_ops(dtype)
+        kernels: dict[Any, str] = {}  # one object for each specialization
         with compiling_for(card):
             for launch in (one for one in launches if part in one.kernel.__name__):
                 name = launch.kernel.__name__.removesuffix("_kernel")
                 try:
-                    kernels[compiled(launch)] = name
+                    kernels[launch.kernel.warmup(grid=(1,), **launch.arguments, **launch.options)] = name
                 except Exception as error:  # Triton raises its own types, MLIR RuntimeError, ptxas others
                     found.append(Compiled(name, mode, error=f"{type(error).__name__}: {str(error).strip()[-200:]}"))
         found += [measured(kernel, name, mode) for kernel, name in kernels.items()]
@@ -263,9 +253,8 @@ def measure_card(card: GpuSpec, modes: Sequence[str], part: str) -> list[Compile
 def table(found: Mapping[str, Sequence[Compiled]]) -> list[list[str]]:
     """A row for each kernel and mode: the worst of its specializations on each card."""
     rows = [["kernel", "", *(f"{name} ({CARDS[name].shared_memory // 1024} KiB)" for name in found)]]
-    for kernel, mode in dict.fromkeys((one.kernel, one.mode) for some in found.values() for one in some):
-        chosen = ([one for one in some if (one.kernel, one.mode) == (kernel, mode)] for some in found.values())
-        rows.append([kernel, mode, *map(_worst, chosen)])
+    for row in dict.fromkeys(one[:2] for some in found.values() for one in some):
+        rows.append([*row, *(_worst([one for one in some if one[:2] == row]) for some in found.values())])
     return rows
 
 

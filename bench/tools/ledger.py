@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -62,15 +61,12 @@ STEPS: dict[str, Callable[[], Callable[[], object]]] = {
 def recorded(prepare: Callable[[], Callable[[], object]]) -> tuple[list[Entry], list[Launch]]:
     """All launches of the step that `prepare` makes, and those of our kernels in full."""
     recorder = _Recorder()
-    with (
-        mock.patch("torch.optim.adam._device_dtype_check_for_fused"),
-        recording(CARD, recorder) as launches,
-    ):
+    with mock.patch("torch.optim.adam._device_dtype_check_for_fused"), recording(CARD, recorder) as launches:
         step = prepare()
         launches.clear()
         recorder.entries.clear()
         step()
-    return [*recorder.entries, *(Entry(one.kernel.__name__, moved(one)) for one in launches)], launches
+    return [*recorder.entries, *map(moved, launches)], launches
 
 
 class _Recorder(OperatorsOnMeta):
@@ -87,10 +83,9 @@ class _Recorder(OperatorsOnMeta):
         held = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
         aliases = [one.alias_info is not None and not one.alias_info.is_write for one in schema.returns]
         view = bool(aliases) and all(aliases) and all(one.untyped_storage()._cdata in held for one in written)
-        for argument, value in [
-            *zip(schema.arguments, args, strict=False),
-            *((one, kwargs[one.name]) for one in schema.arguments if one.name in kwargs),
-        ]:
+        given = {**dict(zip([one.name for one in schema.arguments], args, strict=False)), **kwargs}
+        for argument in (one for one in schema.arguments if one.name in given):
+            value = given[argument.name]
             writes = argument.alias_info is not None and argument.alias_info.is_write
             written += _tensors(value) if writes else []
             if name not in SHAPE_ALONE and not (writes and (argument.kwarg_only or name in OVERWRITE)):
@@ -113,17 +108,17 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
     )
 
 
-def moved(launch: Launch) -> int:
+def moved(launch: Launch) -> Entry:
     """The bytes of a launch of ours: of every argument once, and of those that its kernel goes over more often."""
-    name, given = launch.kernel.__name__, launch.arguments
+    name, given = launch.kernel.__name__, dict(launch.arguments)
     again: list[Tensor] = []
-    if name == "cross_entropy_kernel":
-        again = [given["logits"]] * (2 if given["scales"] is not None else 0)
+    if name == "cross_entropy_kernel" and given["scales"] is not None:
+        again = [given["logits"]] * 2
     elif name == "lista_step_forward_kernel":
         again = [given["codes"]]
     elif name == "lista_step_backward_kernel" and given["grad_codes"] is not None:
         again = [given["grad_output"], given["output"]]
-    return _bytes(_tensors(dict(given))) + sum(_bytes([tensor]) for tensor in again)
+    return Entry(name, _bytes(_tensors(given)) + sum(_bytes([tensor]) for tensor in again))
 
 
 def table(steps: Mapping[str, Sequence[Entry]]) -> list[list[str]]:
@@ -141,17 +136,16 @@ def table(steps: Mapping[str, Sequence[Entry]]) -> list[list[str]]:
     return rows
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m cdt_fast.bench.tools.ledger", description=__doc__)
     parser.add_argument("--write", action="store_true", help=f"put the table into {DOCUMENT}")
-    options = parser.parse_args(arguments)
-    rows = table({name: recorded(STEPS[name])[0] for name in STEPS})
-    print(as_markdown(rows))
+    options = parser.parse_args()
+    rows = as_markdown(table({name: recorded(prepare)[0] for name, prepare in STEPS.items()}))
+    print(rows)
     if options.write:
-        write_between(DOCUMENT, "ledger", as_markdown(rows))
-    return 0
+        write_between(DOCUMENT, "ledger", rows)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

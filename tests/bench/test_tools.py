@@ -46,8 +46,7 @@ def spilling_kernel(x, output, N: tl.constexpr):
 
 def launches_on(card: GpuSpec, dtype: torch.dtype = torch.bfloat16) -> list[Launch]:
     with recording(card) as launches:
-        for call in compile_kernels.calls(dtype):
-            call()
+        compile_kernels.call_ops(dtype)
     return launches
 
 
@@ -99,7 +98,8 @@ class TestCompileKernels:
         x = torch.empty(16_384, device="meta")
         launch = Launch(spilling_kernel, {"x": x, "output": x, "N": 16_384}, {"num_warps": 1})
         with compiling_for(RTX_3090):
-            found = compile_kernels.measured(compile_kernels.compiled(launch), "spilling", "bfloat16")
+            kernel = launch.kernel.warmup(grid=(1,), **launch.arguments, **launch.options)
+        found = compile_kernels.measured(kernel, "spilling", "bfloat16")
         assert found.spilled > 0
         assert found.faults(RTX_3090) == [f"spills {found.spilled} bytes a thread"]
         assert not found._replace(mode="TF32").faults(RTX_3090)
