@@ -249,9 +249,9 @@ class DescentConstraints(nn.Module):
         if not self._recorded:
             raise InputError("nothing was recorded since the last step(); expected record(losses, count) before it")
         self._recorded = False
-        reference = self.descent.measured
-        averages = [self.objective.average, None if update or self.bounds is None else self.bounds.average]
-        if update or reference is not None or any(average is not None for average in averages):
+        reference, in_warmup = self.descent.measured, None if update or self.bounds is None else self.bounds.average
+        averages = [average for average in (self.objective.average, in_warmup) if average is not None]
+        if update or reference is not None or averages:
             if torch.distributed.is_available() and torch.distributed.is_initialized():
                 torch.distributed.all_reduce(self.accumulated)
             losses = self.accumulated[:-1] / self.accumulated[-1]
@@ -259,8 +259,7 @@ class DescentConstraints(nn.Module):
             if reference is not None:
                 reference.update(losses[0], finite)
             for average in averages:
-                if average is not None:
-                    average.update(losses, finite)
+                average.update(losses, finite)
             if update:
                 groups = self._violations(losses, self.options.margin)
                 seen = [g.violation / g.scale if self.options.normalize else g.violation for g in groups]

@@ -19,14 +19,7 @@ SLACK_RELAXATION = 0.1
 
 
 class DualVariables(nn.Module):
-    """λ and u of some constraints, and the moments of Adam.
-
-    Attributes:
-        state: one row per variable, one column per constraint, initially zero: λ and u; with Adam also its first and
-            second moment and the number of updates of each constraint. A constraint that becomes active late, or an
-            update that was skipped, must not count as a gradient of zero: the bias correction would be wrong.
-        skipped_updates: how many updates were skipped because of a number that is not finite.
-    """
+    """λ and u of some constraints, the first two rows of `state`, and the moments of Adam."""
 
     def __init__(self, size: int, options: DescentOptions) -> None:
         super().__init__()
@@ -45,17 +38,15 @@ class DualVariables(nn.Module):
                 f"dual_lr is {self.dual_lr!r}; expected less than 2 × slack_cost = {2 * self.slack_cost:g} "
                 'with resilience="decay", or each step of the decay overshoots by more than the last'
             )
+        # The rows of Adam: both moments, and the updates of each constraint. One that becomes active late, or an update
+        # that was skipped, must not count as a gradient of zero: the bias correction would be wrong.
         self.state = nn.Buffer(torch.zeros(2 if self.betas is None else 5, size, dtype=torch.float64))
         self.skipped_updates = nn.Buffer(torch.zeros((), dtype=torch.int64))
 
     def update(self, violation: Tensor, active: Tensor, finite: Tensor) -> None:
-        """Move λ and u once, both from the values before the update.
+        """Move λ and u of active constraints once, both from the values before, by a violation (all `[size]`).
 
-        Args:
-            violation: g, or the relative g, `[size]`.
-            active: which constraints are in force, `[size]` bool. The others keep their values.
-            finite: whether the losses were finite, a bool scalar. If not, or if an active proposal is not finite,
-                nothing moves and `skipped_updates` grows by one.
+        Unless the losses and every active proposal are finite nothing moves, and `skipped_updates` grows by one.
         """
         multipliers, slacks, *moments = self.state
         cost = self.slack_cost

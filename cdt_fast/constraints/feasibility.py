@@ -98,15 +98,8 @@ class FeasibilityReport:
 def judge(
     losses: Tensor, groups: Sequence[Violations], chained: list[bool], rates: Any, tolerance: float, total: int
 ) -> FeasibilityReport:
-    """Judge losses, `[L+1]`.
-
-    Args:
-        groups: the constraints of descent, then the bounds, if there are any.
-        chained: for each depth 0..L, whether its constraint of descent is on the ratio to the previous depth.
-        rates: α of each layer; None without constraints of descent.
-        tolerance: the relative violation that still counts as feasible.
-        total: how many constraints there are, in force or not yet.
-    """
+    """Judge losses `[L+1]` by the constraints of descent and the bounds, if there are any, of which there are `total`,
+    in force or not yet. `chained` are the depths whose constraint is on the ratio to the previous depth."""
     absolute: dict[Kind, list[float | None]] = {"descent": [], "bound": []}
     relative: dict[Kind, list[float | None]] = {"descent": [], "bound": []}
     entries: list[tuple[float, Kind, int]] = []

@@ -52,10 +52,8 @@ class RunningMean(nn.Module):
 class Objective(nn.Module):
     """F, as weights that are known before the forward.
 
-    The gradient of log ℓ_l is that of ℓ_l over ℓ_l. The ℓ_l of the step is not known before its forward, so the average
-    ā_l over the last measurements stands for it. The common factor ā_L leaves the minimum where it is and gives the
-    last depth the weight c_L, so that multipliers mean what they mean beside ℓ_L. Before the first measurement the
-    weights are c.
+    The gradient of log ℓ_l is that of ℓ_l over ℓ_l, for which the average ā_l stands. The common factor ā_L gives the
+    last depth the weight c_L, so that multipliers mean what they mean beside ℓ_L.
     """
 
     def __init__(self, layers: int, options: DescentOptions) -> None:
@@ -92,17 +90,15 @@ class Objective(nn.Module):
 class Descent(nn.Module):
     """g_0..g_L, and the weights that their multipliers give the depths; see `DescentConstraints`.
 
-    Attributes:
-        rates: α of each layer; None without constraints of descent.
-        exists: which constraints there are, `[L+1]` bool; entry 0 is the reference constraint.
-        uses_reference: which are bounded by the reference instead of the previous loss, `[L+1]` bool.
-        measured: the mean that becomes an automatic reference, else None.
+    `exists` and `uses_reference` (not the previous loss), `[L+1]` bool, are of the constraints, of which the first is
+    that of the reference; `measured` is the mean that becomes an automatic one, else None.
     """
 
     def __init__(self, layers: int, options: DescentOptions) -> None:
         super().__init__()
-        reference, expected = options.reference, 'a finite number > 0, "auto" or None'
+        reference = options.reference
         if reference not in (None, "auto"):
+            expected = 'a finite number > 0, "auto" or None'
             reference = check_number("reference", reference, expected, lambda number: number > 0)
         self.reference = reference
         coupling = check_choice("coupling", options.coupling, get_args(presets.Coupling))
@@ -147,12 +143,7 @@ class Descent(nn.Module):
 
 
 class ResultBounds(nn.Module):
-    """ℓ_k ≤ b_k for chosen depths.
-
-    Attributes:
-        exists: which bounds there are, `[L+1]` bool.
-        average: the average losses of the warm-up, where a bound is a factor of them, else None.
-    """
+    """ℓ_k ≤ b_k for the depths that `exists`, `[L+1]` bool, names; some b are factors of the warm-up's `average`."""
 
     def __init__(self, layers: int, options: DescentOptions) -> None:
         super().__init__()

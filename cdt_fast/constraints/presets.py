@@ -122,11 +122,7 @@ PRESETS: dict[str, Mapping[str, Any]] = {
 
 
 def options_of(preset: str | None = None, **overrides: Any) -> dict[str, Any]:
-    """The value of every option of the constraints: its default, what the preset names, and `overrides` last.
-
-    Raises:
-        InputError: there is no such preset or no such option.
-    """
+    """The value of every option of the constraints: its default, what the preset names, and `overrides` last."""
     if preset is not None and preset not in list(PRESETS):
         raise InputError(f"preset must be one of {', '.join(PRESETS)}, got {preset!r}")
     options = asdict(DEFAULTS)
