@@ -183,11 +183,8 @@ class LayerLosses:
         weights: Tensor | None = None,
         inner_fraction: float = 1.0,
     ) -> tuple[LayerwiseLosses, Tensor | None]:
-        """Return the losses, sums over the labels that count, and the logits of a classifier.
-
-        `features` are what the `head` is given at each of `taps`, and at the last depth, `[B, T, d]` or `[B, d]`;
-        `targets` int64 of that shape without d. Without `weights` `[taps]` the total is the last depth's.
-        """
+        """Return the losses, sums over the labels that count, and the logits of a classifier, from what the `head` is
+        given at each of `taps`, and at the last depth. Without `weights` `[taps]` the total is the last depth's."""
         layout = self._layout
         for each in features:
             if each.shape[:-1] != targets.shape or (not layout.reads_tokens and targets.dim() != 1):

@@ -38,14 +38,8 @@ def check_first_forward(
 
     A few rows and tokens of the batch are run without dropout and gradients; neither the model nor torch's random
     state is changed. Compared are the last depth and, of each class of layers, the first and the last depth before
-    such a layer: a model that mixes depths differs at the last.
-
-    `wrapped` is the model's forward, and `arguments` are its own, without labels. `read` takes arguments, labels and
-    positions in `taps` (−1 is the last depth, whether it is among them or not), and returns the loss that is read from
-    the last depth and the logits that are read at the positions.
-
-    Raises:
-        InputError: they differ; it names the class of the model, both numbers, and the reason if it is known.
+    such a layer: a model that mixes depths differs at the last. `read` takes arguments, labels and positions in `taps`
+    (−1: the last depth, in any case), and returns the last depth's loss and the logits at the positions.
     """
     model, layers = layout.model, len(layout.layers)
     arguments, labels = _few(layout, wrapped.names, arguments)
@@ -79,11 +73,9 @@ def _compare(layout: Layout, depth: int, logits: Tensor, loss: Tensor | None, ou
         problem = f"differ by {difference:.3g} where the largest is {largest:.3g}"
     if problem:
         without = f" without its last {layers - depth} of {layers} layers" if depth < layers else ""
-        raise unsupported(
-            layout.model,
-            f"logits read from depth {depth} and its own{without} {problem}. It computes something between its layers "
-            "and its logits that is not known here",
-        )
+        logits_differ = f"logits read from depth {depth} and its own{without} {problem}"
+        unknown = "It computes something between its layers and its logits that is not known here"
+        raise unsupported(layout.model, f"{logits_differ}. {unknown}")
     if loss is None:
         return
     from_routers = router_loss(layout.model, output)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from numbers import Real
@@ -28,6 +29,8 @@ _SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_ca
 # Cohere (which keeps a copy of its own), Falcon-H1 and Granite; the last one divides.
 _SCALES = (("logit_scale", 1), ("lm_head_multiplier", 1), ("logits_scaling", -1))
 
+_Modules = tuple[nn.Module, ...]
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -36,8 +39,8 @@ class Layout:
     reads_tokens: bool  # a causal language model, which has a label a token; else a classifier, with one a row
     model: nn.Module  # the module whose forward has `labels`
     base: nn.Module  # the part of it that returns hidden states
-    layers: tuple[nn.Module, ...]
-    tail: tuple[nn.Module, ...]  # what `base` applies to the output of the last layer, in this order
+    layers: _Modules
+    tail: _Modules  # what `base` applies to the output of the last layer, in this order
     head: nn.Module  # the linear map to the logits, as `model` calls it
     classes: int  # V, the number of its outputs
     scale: float  # the factor of the logits
@@ -62,20 +65,14 @@ def unsupported(model: Any, reason: str) -> InputError:
 
 
 def find_layout(wrapped: Any) -> Layout:
-    """Return the layout of a model, also of one in a wrapper of torch, accelerate or peft.
-
-    Raises:
-        InputError: it is not a transformers model with a known kind of head; the message names its class.
-    """
+    """Return the layout of a transformers model, also of one in a wrapper of torch, accelerate or peft."""
     model = _unwrapped(wrapped)
     names = [ancestor.__name__ for ancestor in type(model).__mro__]  # FSDP2 makes a subclass of each model
     kinds = [reads for name in names for ending, reads in _ENDINGS.items() if name.endswith(ending)]
     config, base = getattr(model, "config", None), getattr(model, "base_model", None)
     if not kinds or config is None or not isinstance(base, nn.Module):
-        supported = ", ".join(f"…{ending}" for ending in _ENDINGS)
-        raise unsupported(
-            model, f"it has no loss of labels that its depths could have too; supported are transformers' {supported}"
-        )
+        supported = "supported are transformers' " + ", ".join(f"…{ending}" for ending in _ENDINGS)
+        raise unsupported(model, f"it has no loss of labels that its depths could have too; {supported}")
     if getattr(config, "is_encoder_decoder", False):
         raise unsupported(model, "it has an encoder and a decoder, whose layers do not refine one and the same state")
     reads_tokens, part = kinds[0], config
@@ -91,7 +88,8 @@ def find_layout(wrapped: Any) -> Layout:
         base = path[1]
     head = _head_of_language_model(model) if reads_tokens else _head_of_classifier(model, base, config)
     owned = [child for owner in reversed(path) for child in owner.named_children()]
-    caps = [getattr(part, name, None) for name in _SOFTCAPS] if reads_tokens else []
+    caps = [getattr(part, name, None) for name in _SOFTCAPS if reads_tokens]
+    scales = [(getattr(model, name, getattr(part, name, None)), power) for name, power in _SCALES if reads_tokens]
     return Layout(
         reads_tokens=reads_tokens,
         model=model,
@@ -100,7 +98,7 @@ def find_layout(wrapped: Any) -> Layout:
         tail=tuple(child for names in (_NORMS, _PROJECTIONS) for name, child in owned if name in names),
         head=head,
         classes=outputs_of(in_use(head)),
-        scale=_scale(model, part) if reads_tokens else 1.0,
+        scale=math.prod((float(scale) ** power for scale, power in scales if isinstance(scale, Real)), start=1.0),
         softcap=next((float(cap) for cap in caps if cap is not None), None),
         shifts_labels=reads_tokens and _shifts_labels(type(model)),
     )
@@ -118,25 +116,21 @@ def _unwrapped(model: Any) -> Any:
             return model
 
 
-def _layers(
-    model: nn.Module, base: nn.Module, expected: int | None
-) -> tuple[tuple[nn.Module, ...], tuple[nn.Module, ...]]:
+def _layers(model: nn.Module, base: nn.Module, expected: int | None) -> tuple[_Modules, _Modules]:
     """Return the modules from `base` down to the one that owns the layers, and the layers."""
     if expected is None:
         raise unsupported(model, "its configuration states no num_hidden_layers: it is no plain stack of layers")
     lists = [(path, layers) for path, layers in _lists(base, ()) if len(layers) == expected]
     if len(lists) != 1:
-        reason = (
-            f"it holds {len(lists)} lists of {expected} layers (num_hidden_layers), and which modules its depths lie "
-        )
-        raise unsupported(model, reason + "between is known for one alone")
+        held = f"it holds {len(lists)} lists of {expected} layers (num_hidden_layers)"
+        raise unsupported(model, f"{held}, and which modules its depths lie between is known for one alone")
     path, layers = lists[0]
     if base is model and len(path) == 1:
         raise unsupported(model, "its layers are its own children, and not those of a base model")
     return path, tuple(layers)
 
 
-def _lists(module: nn.Module, path: tuple[nn.Module, ...]) -> Iterator[tuple[tuple[nn.Module, ...], nn.ModuleList]]:
+def _lists(module: nn.Module, path: _Modules) -> Iterator[tuple[_Modules, nn.ModuleList]]:
     for child in module.children():
         if isinstance(child, nn.ModuleList):
             yield (*path, module), child  # lists inside of its items are experts or parts of a layer
@@ -159,11 +153,8 @@ def _head_of_language_model(model: Any) -> nn.Module:
 def _head_of_classifier(model: nn.Module, base: nn.Module, config: Any) -> nn.Module:
     problem, classes = getattr(config, "problem_type", None), config.num_labels
     if classes < 2 or problem not in (None, "single_label_classification"):
-        raise unsupported(
-            model,
-            f"it has num_labels={classes} and problem_type={problem!r}; expected classification with one label a row "
-            "and at least 2 classes",
-        )
+        given, expected = f"num_labels={classes} and problem_type={problem!r}", "classification with one label a row"
+        raise unsupported(model, f"it has {given}; expected {expected} and at least 2 classes")
     beside = (child for child in model.children() if child is not base)
     linear = [module for child in beside for module in linear_maps(child) if outputs_of(module) == classes]
     if not linear:
@@ -171,21 +162,10 @@ def _head_of_classifier(model: nn.Module, base: nn.Module, config: Any) -> nn.Mo
     return linear[-1]  # a dense layer of the same size stands before it
 
 
-def _scale(model: nn.Module, config: Any) -> float:
-    scale = 1.0
-    for name, power in _SCALES:
-        value = getattr(model, name, getattr(config, name, None))
-        scale *= float(value) ** power if isinstance(value, Real) else 1.0
-    return scale
-
-
 @functools.cache
 def _shifts_labels(kind: type) -> bool:
     """Return whether the target of a token is the label of the next one, as in most models, or its own, as in Bart's.
-
-    The source of the forward says it: it calls the loss of transformers (`loss_function`), or leaves out the last of
-    the logits (`:-1`); else labels are not shifted. The first forward with labels compares the losses.
-    """
+    The forward's source says it: it calls transformers' `loss_function`, or leaves out the last logits (`:-1`)."""
     for ancestor in kind.__mro__:
         try:
             source = inspect.getsource(vars(ancestor)["forward"])
@@ -229,11 +209,7 @@ def outputs_of(linear: nn.Module) -> int:
 
 
 def weight_and_bias(linear: Any) -> tuple[Tensor, Tensor | None]:
-    """Return weight `[V, d]` and bias `[V]` of a linear map, differentiable and gathered where they are sharded.
-
-    Raises:
-        InputError: the map has an adapter, or its weight is quantized.
-    """
+    """Return weight `[V, d]` and bias `[V]` of a linear map, differentiable and gathered where they are sharded."""
     if hasattr(linear, "base_layer"):
         raise InputError(
             "the head must have no adapter, as all depths share its weight: leave it out of target_modules, or train "

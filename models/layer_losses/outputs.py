@@ -23,10 +23,6 @@ def targets_of(labels: Any, classes: int, *, shift: bool, items: Any = None) -> 
     """Return labels, each a class or `IGNORED`, as int64 targets of their shape, and how many count, `[]`.
 
     With `shift` the target of a token is the label of the next one; `items` divides the losses in place of the count.
-
-    Raises:
-        InputError: labels are no whole numbers; or, on the CPU and not compiled, one is neither a class nor `IGNORED`,
-            or none counts and there are no `items`.
     """
     if not isinstance(labels, Tensor) or labels.dtype not in (torch.int64, torch.int32) or not labels.dim():
         raise InputError(f"labels must be an integer tensor, one class a row or a token, got {describe(labels)}")
@@ -44,13 +40,7 @@ def targets_of(labels: Any, classes: int, *, shift: bool, items: Any = None) -> 
 
 
 def router_loss(model: Any, output: Any) -> Tensor | None:
-    """Return what a mixture of experts adds to its loss so that tokens spread over the experts, `[]`, or None.
-
-    It is added once a forward, and not divided by a number of items.
-
-    Raises:
-        InputError: the model returns such a loss, but what it multiplies it by is not known.
-    """
+    """Return what a mixture of experts adds to its loss, once a forward, so that tokens spread over them, or None."""
     loss = output.get("aux_loss")
     if not isinstance(loss, Tensor):
         return None
@@ -75,10 +65,8 @@ def with_fields(output: Any, **fields: Any) -> Any:
 
 
 def ignore_in_predictions(config: Any) -> None:
-    """Keep a Trainer from gathering these fields in an evaluation as if they were predictions.
-
-    It goes by a list of the configuration; its class's is extended, as its own would be written into config.json.
-    """
+    """Keep a Trainer from gathering these fields in an evaluation as if they were predictions."""
+    # It goes by a list of the configuration; its class's is extended, as its own would be written into config.json.
     holder = config if _IGNORED_KEYS in vars(config) else type(config)
     keys = getattr(holder, _IGNORED_KEYS, None) or ["past_key_values"]
     setattr(holder, _IGNORED_KEYS, [*keys, *(name for name in _FIELDS if name not in keys)])

@@ -64,9 +64,6 @@ class DepthReader:
 
         Without `whole_logits` a language model's output has the logits of a single token. `pooled` is applied to what
         the base model of a classifier returns at the depths before the last.
-
-        Raises:
-            InputError: a layer did not run, or the layers do not refine one state.
         """
         self._states = {}
         try:
@@ -143,12 +140,8 @@ class DepthReader:
         return [states[depth] for depth in self._inner]
 
     def _in_head(self, form: Form, given: list[Tensor], autocast: _Autocast) -> Any:
-        """Return `form` of `given`, computed inside of a call of the head and in the autocast that it was called in.
-
-        FSDP acts on calls of the head: it gathers the weight before and, knowing all inputs and outputs, reduces its
-        gradient after.
-        """
-
+        """Return `form` of `given`, computed inside of a call of the head and in the autocast that it was called in."""
+        # FSDP acts on calls of the head: it gathers the weight before, and reduces its gradient after.
         precision = torch.autocast(*autocast) if autocast else contextlib.nullcontext()
         with precision, replaced_forward(self.layout.head, lambda given: form(forward, given)) as forward:
             return self.layout.head(given)

@@ -18,10 +18,7 @@ class WrappedForward:
 
     The new forward is a method of the module, and finds this object in the module: accelerate takes the method apart
     and binds its function again, and a deep copy of the module binds it to the copy, which holds a copy of this object.
-
-    Attributes:
-        original: the module's `forward` before.
-        names: its arguments that can be given by position.
+    `original` is the module's `forward` before, `names` are its arguments that can be given by position.
     """
 
     def __init__(self, module: nn.Module, answer: Callable[..., Any]) -> None:
@@ -41,10 +38,9 @@ class WrappedForward:
         self.answer = self.original
         if vars(self._module).get("forward") == self._method:
             delattr(self._module, self._name)
+            del self._module.forward
             if self._own:
                 self._module.forward = self.original
-            else:
-                del self._module.forward
 
 
 def _forward_of(name: str, signature: inspect.Signature) -> Any:
