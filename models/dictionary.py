@@ -103,11 +103,8 @@ def _cosines(size: int, frequencies: int) -> Tensor:
 
 
 def squared_spectral_norm(dictionary: Tensor) -> Tensor:
-    """Return `‖D‖₂²` of each dictionary `[..., n, m]`, in float64.
-
-    It is the largest eigenvalue of the smaller Gram matrix. Power iteration would come from below, and a step from
-    too small a norm is no descent step.
-    """
+    """Return `‖D‖₂²` of each dictionary `[..., n, m]`, in float64: the largest eigenvalue of its Gram matrix."""
+    # Power iteration would come from below, and a step from too small a norm is no descent step.
     dictionary = dictionary.detach().to(torch.float64)
     gram = dictionary @ dictionary.mT if dictionary.shape[-2] <= dictionary.shape[-1] else dictionary.mT @ dictionary
     return torch.linalg.eigvalsh(gram)[..., -1]

@@ -262,16 +262,10 @@ class DUST(PretrainedModel):
         return mean, number
 
     def _depths(
-        self,
-        noisy: Tensor,
-        depth: int,
-        read_all: bool,
-        clean: Tensor | None = None,
+        self, noisy: Tensor, depth: int, read_all: bool, clean: Tensor | None = None
     ) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """Yield the projection of every depth; each is a reconstruction if `read_all`, else only the last is.
-
-        With `clean` also its squared error, for the depths whose layer forms it.
-        """
+        """Yield the projection of every depth, each a reconstruction if `read_all`, else only the last; with `clean`
+        also its squared error, for the depths whose layer forms it."""
         noisy = noisy.to(compute_dtype(noisy))  # once, not in every layer
         # Each with its cast, which is made once for all layers; they form the gradient in the parameter's own dtype.
         if self.tied:

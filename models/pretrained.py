@@ -48,7 +48,7 @@ class PretrainedModel(nn.Module):
             )
         config = {"model": type(self).__name__, **self.config}
         with replaced_atomically(folder / "model.safetensors") as temporary:
-            temporary.write_bytes(serialized(self.state_dict(), {"config": _canonical(config)}))
+            temporary.write_bytes(serialized(self.state_dict(), {"config": json.dumps(config, sort_keys=True)}))
         write_json(folder / "config.json", config)
 
     @classmethod
@@ -78,7 +78,7 @@ def load_pretrained(folder: str | os.PathLike[str]) -> PretrainedModel:
     config = read_json(described)
     if not isinstance(config, dict) or config.get("model") not in list(_classes):
         raise InputError(f'{described}: "model" must be one of {", ".join(sorted(_classes))}')
-    saved = _canonical(config)
+    saved = json.dumps(config, sort_keys=True)
     kind = config.pop("model")
     if config.get("initial_codes") == "analysis":  # older folders name the only start that is left
         del config["initial_codes"]
@@ -99,8 +99,3 @@ def load_pretrained(folder: str | os.PathLike[str]) -> PretrainedModel:
         raise InputError(f"{path}: does not fit {described} ({error})") from error
     check_finite(model, f"{path}")
     return model
-
-
-def _canonical(config: dict[str, Any]) -> str:
-    """Return a configuration as one line, whatever the order and the kinds of its sequences."""
-    return json.dumps(config, sort_keys=True)

@@ -176,23 +176,22 @@ class TextUT(PretrainedModel):
         shape = tokens.shape if is_ids else tokens.shape[:-1]
         if shape[-1] == 0:
             raise InputError(f"tokens must hold at least one token a text, got shape {tuple(tokens.shape)}")
-        if not is_ids:
+        if is_ids:
+            if tokens.device != self.embedding.weight.device:
+                raise InputError(f"tokens is on {tokens.device} but the model is on {self.embedding.weight.device}")
+            words = self.embedding.num_embeddings
+            _check_range(tokens, 0, words - 1, f"tokens holds the id {{}}, outside the vocabulary of {words}")
+            states = self.embedding(tokens)
+        else:
             check_shape("tokens", tokens, (*shape, self.embedding.embedding_dim), "tokens by the embeddings' width")
             check_together(tokens=tokens, embedding=self.embedding.weight)
-        states = self._look_up(tokens) if is_ids else tokens
+            states = tokens
         check_lengths(lengths, states)
         if lengths is not None:
             _check_range(lengths, 1, shape[-1], f"lengths must be from 1 to the {shape[-1]} tokens of a text, got {{}}")
         # Before the projections: what stands at padding (NaN too) would reach their weights' gradients.
         states = without_padding(states, padding_mask(lengths, states))
         return states if self.projection is None else self.projection(states)
-
-    def _look_up(self, ids: Tensor) -> Tensor:
-        words = self.embedding.num_embeddings
-        if ids.device != self.embedding.weight.device:
-            raise InputError(f"tokens is on {ids.device} but the model is on {self.embedding.weight.device}")
-        _check_range(ids, 0, words - 1, f"tokens holds the id {{}}, outside the vocabulary of {words}")
-        return self.embedding(ids)
 
 
 def _check_range(numbers: Tensor, least: int, most: int, message: str) -> None:

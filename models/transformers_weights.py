@@ -17,20 +17,9 @@ def load_complete(
 ) -> Any:
     """Return `kind.from_pretrained(name, **options)` with every weight from the files, finite; no code of theirs runs.
 
-    transformers itself fills weights that are missing, or of another shape, with random numbers and logs a warning.
-
-    Args:
-        kind: a model class of transformers, or one of its Auto classes.
-        name: a folder, or a name on the hub.
-        new_head: what lies outside of the base model may be missing or of another shape, and so may its pooler: they
-            are trained anew.
-        trust_remote_code: run the Python code that comes with a model, for those who mean it.
-        options: others of `from_pretrained`. Weights in pickle files are not read.
-
-    Raises:
-        InputError: a file of the folder is damaged; weights are missing, of another shape, not finite or no numbers of
-            the model's kind.
-        OSError, ValueError, KeyError, RuntimeError: of transformers, where the files cannot be read.
+    transformers itself fills weights that are missing, or of another shape, with random numbers and logs a warning;
+    here that is an InputError. With `new_head` what lies outside of the base model may be missing, and so may its
+    pooler: they are trained anew. Weights in pickle files are not read.
     """
     model, loading = kind.from_pretrained(
         name, output_loading_info=True, use_safetensors=True, trust_remote_code=trust_remote_code, **options

@@ -68,9 +68,6 @@ class TextData:
         """Return the same texts with classes numbered in the order of `names`, those of a checkpoint for example.
 
         A class that is not among `names` as it is written is the one that differs from it in case alone.
-
-        Raises:
-            InputError: a class is not among `names`, or in case alone differs from two of them.
         """
         exact = {_composed(name): number for number, name in enumerate(names)}
         renumbered = []
@@ -146,9 +143,6 @@ def read_rows(path: Path) -> list[Row]:
 
     In a CSV double quotes enclose fields, which then may hold commas and line breaks; a TSV has a row a line, and a
     quote in it is a character like others.
-
-    Raises:
-        InputError: the file cannot be read or holds no rows, its format is unknown, or a row of it is broken.
     """
     suffix = path.suffix.lower().replace("ndjson", "jsonl")
     if suffix not in _SUFFIXES:
@@ -214,11 +208,7 @@ def _text(row: Row, column: str, advice: str = "") -> str:
 
 
 def read_table(path: Path, settings: TextDataSettings) -> TextData:
-    """Read texts and classes from the columns of a file: those of the settings, else MNLI's, else text and label.
-
-    Raises:
-        InputError: as `read_rows`; a column is missing, or a text is empty or no text.
-    """
+    """Read texts and classes from the columns of a file: those of the settings, else MNLI's, else text and label."""
     rows = read_rows(path)
     named = settings.text_column or "text", settings.label_column or "label", settings.second_column
     if named == ("text", "label", None) and all(column in rows[0][1] for column in _NLI_COLUMNS):
@@ -234,11 +224,8 @@ def read_imdb(folder: Path) -> TextData:
 
 
 def _labeled(source: Path, rows: Iterable[Row], columns: tuple[str, str, str | None]) -> TextData:
-    """Return texts, with `<br />` as a space, and classes from the columns of text, class and second text.
-
-    The classes are in order of numbers or the alphabet, and names that differ in case are different classes, but for
-    true and false.
-    """
+    """Return texts, with `<br />` as a space, and classes, in order of numbers or the alphabet, from the columns of
+    text, class and second text."""
     text, label, second = columns
     advice = "; `cdt-fast train text` takes others by --text-column, --label-column and --second-column"
     texts: dict[str, list[str]] = {column: [] for column in (text, second) if column}
@@ -256,7 +243,7 @@ def _labeled(source: Path, rows: Iterable[Row], columns: tuple[str, str, str | N
                 raise InputError(f"{row[0]}: {column if value else label!r} is empty")
     if not values:
         raise InputError(f"{source}: holds no labeled text")
-    # Tools write true and false in several ways.
+    # Names that differ in case are different classes, but tools write true and false in several ways.
     kinds = [value.casefold() if value.casefold() in ("true", "false") else value for value in values]
     own = {kind: value for value, kind in sorted(zip(values, kinds, strict=True), reverse=True)}
     numeric = all(re.fullmatch(r"-?[0-9]{1,18}", name) for name in own)  # Python does not turn any digits into a number
@@ -271,9 +258,6 @@ def split_text(data: TextData, validation: float = 0.1, test: float = 0.1, *, se
     """Divide texts so that every part has the classes in the same proportions, in an order drawn by `seed`.
 
     Of a class `validation` and `test` have at least one text each, unless their fractions are 0.
-
-    Raises:
-        InputError: the fractions leave no training texts, or a class has too few texts.
     """
     fractions = validation, test
     if sum(fractions) >= 1:

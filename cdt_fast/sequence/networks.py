@@ -25,11 +25,10 @@ Weights = Tensor | Sequence[float] | None  # of the depths
 
 
 class _Network:
-    """A model that reads batches of a tokenizer; the subclasses say how.
+    """A model that reads batches of a tokenizer, L its depths that are read less one; the subclasses say how.
 
-    The weights of `model` train; `layers` is L, the depths that are read less one, and `padding_id` the id that fills
-    up. Inputs are `[fields, B, T]`, see `tokenizers`; targets are int64, `[B]` classes or `[B, T]` labels of tokens,
-    where −100 does not count.
+    Inputs are `[fields, B, T]`, see `tokenizers`; targets are int64, `[B]` classes or `[B, T]` labels of tokens, where
+    −100 does not count.
     """
 
     def __init__(self, model: nn.Module, tokenizer: Any, layers: int) -> None:
@@ -82,11 +81,8 @@ class UnrolledNetwork(_Network):
 
 
 class PretrainedNetwork(_Network):
-    """A classifier or causal language model of transformers, with layer losses attached, and its tokenizer.
-
-    `taps`, which end with the last depth, and `options` are as in `attach_layer_losses`, and so are the errors; also
-    refused is a language model that does not shift its labels.
-    """
+    """A classifier or causal language model of transformers, with layer losses attached, and its tokenizer; `taps`,
+    which end with the last depth, and `options` are as in `attach_layer_losses`."""
 
     def __init__(self, model: Any, tokenizer: Any, taps: Sequence[int] | None = None, **options: Any) -> None:
         self.handle = attach_layer_losses(model, taps, **options)
@@ -95,9 +91,8 @@ class PretrainedNetwork(_Network):
                 f"{type(model).__name__}: takes the label of a token as its own target, and the labels of "
                 "instructions are those of the next; choose a causal language model that shifts them"
             )
-        depths = self.handle.taps
-        super().__init__(model, tokenizer, len(depths) - 1)
-        if depths[-1] != self.handle.layers or self.layers < 1:
+        super().__init__(model, tokenizer, self.handle.num_constraints)
+        if self.handle.taps[-1] != self.handle.layers or self.layers < 1:
             raise InputError(
                 f"[model] taps must be at least two depths that end with the last, {self.handle.layers}, got {taps}"
             )
@@ -123,10 +118,8 @@ Network = UnrolledNetwork | PretrainedNetwork
 
 @torch.no_grad()
 def check_rows(network: Network, parts: Sequence[EncodedSamples], settings: SequenceSettings) -> None:
-    """Require that the network, which is on the CPU, takes every row of the data.
-
-    Configurations do not say all limits of a model: it reads the longest row, and those of the largest id and type.
-    """
+    """Require that the network, which is on the CPU, takes every row of the data."""
+    # Configurations do not say all limits of a model: it reads the longest row, and those of the largest id and type.
     samples = [(row, target) for part in parts for row, target in zip(part.rows, part.targets, strict=True)]
     sizes = [(row.shape[1], int(row[0].max()), int(row[2:].sum())) for row, _ in samples]
     chosen = {max(range(len(sizes)), key=lambda index: sizes[index][column]) for column in range(3)}

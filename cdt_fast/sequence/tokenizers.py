@@ -76,9 +76,7 @@ def encoded_instructions(
     instructions: Sequence[Instruction], tokenizer: Any, max_length: int, part: str
 ) -> EncodedSamples:
     """Return prompt, answer and end token as one row of at most `max_length` tokens; the prompt's labels are −100.
-
-    Instructions with no answer left are not there; a whole `part` without any is refused with an InputError.
-    """
+    Instructions with no answer left are not there; a whole `part` without any is an InputError."""
     end = tokenizer.eos_token_id
     if end is None:
         raise InputError(f"{tokenizer.name_or_path}: the tokenizer has no end token to put behind an answer")
@@ -123,11 +121,7 @@ def word_tokenizer(texts: Iterable[str], least: int = 1) -> Any:
 
 
 def load_tokenizer(name: str | Path, download: bool = False) -> Any:
-    """Load the tokenizer in a folder or on the hub, with a padding token; errors are as in `from_hub`.
-
-    Raises:
-        InputError: it knows no words, or has no token to fill up with.
-    """
+    """Load the tokenizer in a folder or on the hub, with a padding token."""
     with from_hub(name, download) as (transformers, where):
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, **where)
     # Of a folder without a tokenizer's files transformers makes one that reads every word as unknown.
@@ -148,11 +142,7 @@ def load_model(kind: str, name: str | Path, download: bool = False, **options: A
 
 @contextlib.contextmanager
 def from_hub(name: str | Path, download: bool = False) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Yield transformers and arguments of its `from_pretrained`; errors of the block say how to give a folder.
-
-    Raises:
-        InputError: the model is not there, cannot be fetched, or cannot be read.
-    """
+    """Yield transformers and arguments of its `from_pretrained`; errors of the block say how to give a folder."""
     transformers = _transformers()
     other = "" if Path(name).is_dir() else "; give the path of a local folder" + ("" if download else ", or --download")
     with named_errors(name, other):
