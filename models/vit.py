@@ -22,17 +22,6 @@ from cdt_fast.ops.common import LayerwiseLosses, check_shape, check_tensor, chec
 
 ACTIVATIONS = ("gelu", "gelu_new", "relu", "silu")
 
-# Names of a block's weights in newer versions of transformers and in older ones, the more special ones first.
-_NAMES = (
-    ("layers.", "encoder.layer."),
-    ("attention.q_proj.", "attention.attention.query."),
-    ("attention.k_proj.", "attention.attention.key."),
-    ("attention.v_proj.", "attention.attention.value."),
-    ("attention.o_proj.", "attention.output.dense."),
-    ("mlp.fc1.", "intermediate.dense."),
-    ("mlp.fc2.", "output.dense."),
-)
-
 
 class DenoisingViT(PretrainedModel):
     """A denoiser of frames cut into patches: a transformers ViT, each of whose depths is read as an image.
@@ -112,7 +101,6 @@ class DenoisingViT(PretrainedModel):
         self.readout = nn.Linear(self.width, self.patch_size)
         nn.init.trunc_normal_(self.readout.weight, std=0.02)
         nn.init.zeros_(self.readout.bias)
-        self.register_load_state_dict_pre_hook(_rename_weights)
 
     @property
     def config(self) -> dict[str, Any]:
@@ -244,19 +232,6 @@ class DenoisingViT(PretrainedModel):
 
     def _read(self, states: Tensor, noisy: Tensor) -> Tensor:
         return self.readout(self.vit.layernorm(states[:, 1:])).reshape(noisy.shape)
-
-
-def _rename_weights(module: nn.Module, weights: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Give the names of the installed version of transformers to weights that another version saved."""
-    own = {prefix + name for name, _ in module.named_parameters()}
-    for name in [name for name in weights if name.startswith(f"{prefix}vit.") and name not in own]:
-        for there, here in ((0, 1), (1, 0)):
-            renamed = name
-            for names in _NAMES:
-                renamed = renamed.replace(names[there], names[here])
-            if renamed in own:
-                weights[renamed] = weights.pop(name)
-                break
 
 
 def _load_vit(folder: str) -> tuple[Any, int, tuple[int, int]]:

@@ -136,35 +136,6 @@ def test_position_embeddings_are_interpolated_as_transformers_does(tmp_path: Pat
     torch.testing.assert_close(found, read_by_hand(model, states[-1]), rtol=1e-5, atol=1e-5)
 
 
-RENAMED = {
-    "attention.q_proj": "attention.attention.query",
-    "attention.k_proj": "attention.attention.key",
-    "attention.v_proj": "attention.attention.value",
-    "attention.o_proj": "attention.output.dense",
-    "mlp.fc1": "intermediate.dense",
-    "mlp.fc2": "output.dense",
-    "layernorm_before": "layernorm_before",
-    "layernorm_after": "layernorm_after",
-}
-
-
-@pytest.mark.parametrize("version", ["newer", "older"])
-def test_a_folder_that_another_version_of_transformers_wrote(tmp_path: Path, version: str) -> None:
-    from safetensors.torch import save_file
-
-    model, patches = made().float(), torch.rand(2, 6, 16)
-    model.save_pretrained(tmp_path)
-    weights = dict(model.state_dict())
-    for layer in range(2):
-        for new, old in RENAMED.items():
-            for kind in ("weight", "bias"):
-                names = (f"vit.layers.{layer}.{new}.{kind}", f"vit.encoder.layer.{layer}.{old}.{kind}")
-                value = weights.pop(names[0] if names[0] in weights else names[1])
-                weights[names[0] if version == "newer" else names[1]] = value
-    save_file(weights, tmp_path / "model.safetensors")
-    assert torch.equal(models.DenoisingViT.from_pretrained(tmp_path).eval()(patches), model(patches))
-
-
 @pytest.mark.parametrize(
     ("options", "word"),
     [
