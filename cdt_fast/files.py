@@ -92,10 +92,9 @@ def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
         import tomllib
     except ModuleNotFoundError:  # Python 3.10
         import tomli as tomllib  # pyright: ignore[reportMissingImports]  # on 3.10 alone
+    content = _content(path, "TOML")
     try:
-        return tomllib.loads(_content(path, "TOML").decode("utf-8"))
-    except InputError:
-        raise
+        return tomllib.loads(content.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: cannot be read as TOML ({error})") from error
 

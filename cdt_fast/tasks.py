@@ -120,16 +120,15 @@ def check_comparable(runs: Sequence[EvaluatedRun]) -> None:
     Raises:
         InputError: two runs differ in that, or in the noise of their training.
     """
-    names = ["task", "source", "gamma", "training_gamma"]
-    reference, *others = [
-        {name: getattr(run.evaluation, name) for name in names} | run.task.report([run]).must_agree for run in runs
-    ]
-    for run, values in zip(runs[1:], others, strict=True):
-        for name, value in values.items():
+    reference: dict[str, Any] = {}
+    for run in runs:
+        own = {name: getattr(run.evaluation, name) for name in ("task", "source", "gamma", "training_gamma")}
+        own |= run.task.report([run]).must_agree
+        reference = reference or own
+        for name, value in own.items():
             if value != reference.get(name):
+                remedy = "; `cdt-fast evaluate RUN` measures a run anew, at the levels of its settings or of --gammas"
                 raise InputError(
                     f"{run.folder.path} and {runs[0].folder.path} were evaluated on different data: {name} is "
-                    f"{shown(value)} and {shown(reference.get(name))}"
-                    + "; `cdt-fast evaluate RUN` measures a run anew, at the levels of its settings or of --gammas"
-                    * (name == "gamma")
+                    f"{shown(value)} and {shown(reference.get(name))}{remedy * (name == 'gamma')}"
                 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import errno
 import os
-import shlex
 import signal
 import sys
 import warnings
@@ -32,7 +31,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from cdt_fast.cli.parser import build_parser
 
         options = build_parser().parse_args(arguments)
-        options.words = shlex.join(["cdt-fast", *(sys.argv[1:] if arguments is None else arguments)])
         with on_signals(_terminate, signal.SIGTERM), warnings.catch_warnings():
             warnings.showwarning = lambda message, *_: _say(f"warning: {message}")
             return options.run(options) or 0

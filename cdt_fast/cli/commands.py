@@ -52,7 +52,6 @@ def train(options: argparse.Namespace) -> None:
 
 
 def _free_folder(settings: RunSettings) -> Path:
-    """Return a new folder for a run, named after its source: no two runs share one."""
     kind = "constrained" if settings.constrained else "unconstrained"
     name = f"{Path(settings.data.source).stem}-{kind}"
     folders = (Path("runs") / (name if number == 1 else f"{name}-{number}") for number in itertools.count(1))
@@ -63,7 +62,8 @@ def reproduce(options: argparse.Namespace) -> None:
     """Train what is left of an experiment, and compare its runs."""
     from cdt_fast.training import loop  # noqa: F401 - see above
 
-    _check_single_process("reproduce")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise InputError("reproduce trains in one process, a run after the other; launch each with cdt-fast train")
     experiment = experiments.Experiment.load(options.name).narrowed(options.runs, options.steps, options.seeds)
     out = Path(options.out or Path("runs") / f"{experiment.name}-{Path(options.source).stem}")
     planned = experiments.plan(experiment, options.source, out)
@@ -80,11 +80,6 @@ def reproduce(options: argparse.Namespace) -> None:
 def _is_first_process() -> bool:
     """Return whether this process is the one that writes, of those that torchrun or accelerate launched."""
     return int(os.environ.get("RANK", "0")) == 0
-
-
-def _check_single_process(command: str) -> None:
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise InputError(f"{command} trains in one process, a run after the other; launch each with cdt-fast train")
 
 
 def _train_and_evaluate(run: RunFolder, settings: RunSettings, *, resumed: bool) -> None:
@@ -154,7 +149,6 @@ def _compare(folders: Sequence[str], out: str, json_file: str | None) -> None:
 
 
 def _report(runs: list[Any], folder: str | Path, command: str) -> None:
-    """Print the tables and verdicts of runs, and write their report into `folder`."""
     from cdt_fast.training import report
 
     for table in report.tables(runs):
@@ -166,7 +160,6 @@ def _report(runs: list[Any], folder: str | Path, command: str) -> None:
 
 
 def _save(path: str | None, value: Any) -> None:
-    """Write the file that --json asks for."""
     if path is not None:
         write_json(path, value)
 

@@ -73,8 +73,6 @@ class Parser(argparse.ArgumentParser):
 
 
 class _HelpAll(argparse.Action):
-    """`--help-all`: the help with all settings."""
-
     def __call__(self, parser: Any, *_: Any, **__: Any) -> None:
         for action, text in parser.unusual.items():
             action.help = text

@@ -45,7 +45,7 @@ def measure(
         Entries of `SequenceEvaluation`: `answers`, how many counted; the margin of the last depth's accuracy
         (Wilson's, for independent answers: of tokens it is too narrow); `auc`, the trapezoid of accuracy over γ.
     """
-    levels, training_gamma = [float(gamma) for gamma in settings.evaluation.gammas], settings.typical_noise
+    levels, training_gamma = [float(gamma) for gamma in settings.evaluation.gammas], sum(settings.noise) / 2
     use_cuda = settings.training.device != "cpu" and torch.cuda.is_available()
     device = torch.device("cuda" if use_cuda else "cpu")
     network.model.to(device).eval()

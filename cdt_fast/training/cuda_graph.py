@@ -24,10 +24,7 @@ class Graphs(Protocol):
 
 
 class CudaGraphs:
-    """CUDA graphs of one device.
-
-    They share one pool of memory, as they are never replayed side by side.
-    """
+    """CUDA graphs of one device. They share one pool of memory, as they are never replayed side by side."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -57,7 +54,7 @@ class CudaGraphs:
 
 
 class CapturedStep:
-    """A function that runs on the device alone, captured once for each kind of call and replayed from then on.
+    """A function of tensors, on the device alone, captured once for each kind of call and replayed from then on.
 
     A kind is the shapes and dtypes of the tensors given together with the choices. The first `EAGER_CALLS` calls of a
     kind run eagerly, the next is captured.
@@ -66,10 +63,6 @@ class CapturedStep:
     number of the device, nor count or decide anything on the host that is not in the choices; what it keeps from step
     to step it changes in place, in tensors that were there at the first call; and it sets gradients to None before its
     backward, so that they come from the memory of the graph.
-
-    Args:
-        function: takes tensors by position and choices by name.
-        graphs: where it is captured.
     """
 
     def __init__(self, function: Callable[..., Any], graphs: Graphs) -> None:
@@ -82,9 +75,7 @@ class CapturedStep:
     def __call__(self, *inputs: Tensor, **choices: Hashable) -> Any:
         """Return what the function does for these arguments; tensors in it hold until the next call, of whatever kind.
 
-        Args:
-            inputs: tensors on the device; they are copied.
-            choices: what decides on the host which work is done.
+        `inputs` are tensors on the device and are copied; `choices` decide on the host which work is done.
         """
         layout = tuple((given.shape, given.dtype) for given in inputs)
         if layout not in self._buffers:  # made here and not inside a capture, whose memory other captures use again

@@ -109,7 +109,6 @@ def _bounds_check(values: Any) -> dict[str, str]:
 
 
 def _remarks(values: Any) -> list[str]:
-    """Return what else a reader should know about the training, in sentences."""
     remarks = []
     kept, warmup = values.kept_step, values.warmup_steps
     before, after = values.untrained_loss, values.final_loss if kept == 0 else values.kept_loss

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -56,17 +55,10 @@ def resolve_execution(settings: RunSettings, accelerator: Accelerator, task: Tas
     if precision == "auto":
         precision = "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported(False) else "fp32"
     torch.backends.cuda.matmul.allow_tf32 = precision == "fp32" and device.type == "cuda"
-    return Execution(device, precision, _can_capture(accelerator, task))
-
-
-def _can_capture(accelerator: Accelerator, task: Task) -> bool:
-    """Return whether a CUDA graph can hold a step: one process, without accelerate's own casts and compilation."""
-    if accelerator.device.type != "cuda":
-        return False
-    plugin: Any = accelerator.state.dynamo_plugin
-    compiled = plugin is not None and plugin.backend != DynamoBackend.NO
-    plain = accelerator.num_processes == 1 and accelerator.mixed_precision == "no" and not compiled
-    return plain and task.FIXED_SHAPES
+    # A CUDA graph holds a step of one process, without accelerate's own casts and compilation.
+    plain = device.type == "cuda" and accelerator.num_processes == 1 and accelerator.mixed_precision == "no"
+    compiled = plain and getattr(accelerator.state.dynamo_plugin, "backend", DynamoBackend.NO) != DynamoBackend.NO
+    return Execution(device, precision, plain and not compiled and task.FIXED_SHAPES)
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

@@ -6,6 +6,7 @@ import math
 import signal
 import sys
 import time
+from contextlib import nullcontext
 from datetime import timedelta
 from itertools import chain
 from typing import Any
@@ -50,7 +51,6 @@ def train(run: RunFolder, settings: RunSettings, task: Task, *, resume: bool = F
 
     Args:
         run: the run folder; its `config.toml` exists.
-        settings, task: those of the run.
         resume: continue from the checkpoint, bit for bit. Without one the run starts at its beginning.
         progress: say on stderr what the data are and how the training goes.
 
@@ -64,7 +64,7 @@ def train(run: RunFolder, settings: RunSettings, task: Task, *, resume: bool = F
     resolve_execution(settings, accelerator, task)  # before the data are read
     main = accelerator.is_main_process
     progress = progress and main
-    with run.lock(main):
+    with run.lock() if main else nullcontext():
         resumes = resume and run.checkpoint.exists()
         state = load_checkpoint(run.checkpoint, run=run_identity(settings)) if resumes else None
         trainer = Trainer(run, settings, task, task.load(settings, progress), accelerator)
@@ -92,27 +92,26 @@ class Trainer:
     ) -> None:
         self.folder, self.settings, self.task, self.accelerator, self.data = run, settings, task, accelerator, data
         torch.manual_seed(settings.training.seed % _SEEDS)
-        self.device: torch.device = accelerator.device
+        device = accelerator.device
         self.execution = resolve_execution(settings, accelerator, task)
-        self.workload: Workload = task.build(settings, data, self.device)
+        self.workload: Workload = task.build(settings, data, device)
         self.model: Any = self.workload.model
         self.losses = accelerator.prepare(self.workload.losses(self.execution.autocast))
         if graphs is None and self.execution.captured:
-            graphs = CudaGraphs(self.device)
+            graphs = CudaGraphs(device)
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         # Eager steps on a GPU update as captured ones do, so that both come to the same weights.
-        on_device = graphs is not None or self.device.type == "cuda"
+        on_device = graphs is not None or device.type == "cuda"
         self.optimizer = build_optimizer(trained, self.workload.lr, on_device=on_device)
         self.steps_per_epoch = settings.steps_per_epoch(self.workload.training_samples)
         self.warmup_steps = settings.warmup_steps(len(data.train))
         layers = self.workload.num_constraints
-        self.constraints = build_constraints(settings, layers, self.workload.guess_loss).to(self.device)
-        self.constrained = settings.constrained
+        self.constraints = build_constraints(settings, layers, self.workload.guess_loss).to(device)
         # Without constraints they weigh the depths all the same, and "log" follows the losses for that.
-        self._measured = self.constrained or settings.objective == "log"
+        self._measured = settings.constrained or settings.objective == "log"
         self.step = 0
         self.best: dict[str, Any] | None = None
-        self._logged_sums = torch.zeros(layers + 2, dtype=torch.float64, device=self.device)
+        self._logged_sums = torch.zeros(layers + 2, dtype=torch.float64, device=device)
         self._timed_samples = 0
         self._device_step = TrainingStep(
             losses=self.losses,
@@ -129,7 +128,7 @@ class Trainer:
         steps, warmup = self.workload.steps, self.warmup_steps
         if self.step:
             notes.append(f"resumes after step {self.step:,} of {steps:,}")
-        if not self.constrained:
+        if not self.settings.constrained:
             return notes
         if not self.constraints.any:
             return [*notes, "note: there are no constraints: --rate is none, and there are no --bounds"]
@@ -206,25 +205,24 @@ class Trainer:
     def _train_step(self) -> None:
         set_rate(self.optimizer, self._rate())
         micro_batches = self._micro_batches()
-        ranks = self.accelerator.num_processes
-        shares = [micro_batch[self.accelerator.process_index :: ranks] for micro_batch in micro_batches]
+        rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
+        shares = [micro_batch[rank::ranks] for micro_batch in micro_batches]
         counts = tuple(sum(self.workload.count(sample) for sample, _ in share) for share in shares)
         items = sum(self.workload.count(sample) for micro_batch in micro_batches for sample, _ in micro_batch)
         update = self.step >= self.warmup_steps
         known = None if update else self.constraints.objective_weights()
         # Empty ranks run with weight 0 so that the all-reduce does not hang.
-        chosen = [share or micro_batch[:1] for share, micro_batch in zip(shares, micro_batches, strict=True)]
-        batches = map(self._batch, chosen)
+        chosen = (share or micro_batch[:1] for share, micro_batch in zip(shares, micro_batches, strict=True))
+        batches = (self.workload.batch(samples, self.execution.device) for samples in chosen)
         if self._captured is None:
             self._device_step.run(batches, counts, items, known, update)
         else:
             self._captured(*chain.from_iterable(batches), counts=counts, items=items, known=known, update=update)
         self._timed_samples += sum(map(len, micro_batches))
-        if self.constrained and (self.step + 1) % self.steps_per_epoch == 0:
+        if self.settings.constrained and (self.step + 1) % self.steps_per_epoch == 0:
             self.constraints.epoch_end()
 
     def _step_on_buffers(self, *buffers: Tensor, counts: tuple[int, ...], **choices: Any) -> None:
-        """Take the step on the tensors of all micro-batches, one after the other."""
         size = len(buffers) // len(counts)
         batches = (buffers[start : start + size] for start in range(0, len(buffers), size))
         self._device_step.run(batches, counts, **choices)
@@ -246,9 +244,6 @@ class Trainer:
         ]
         return [chosen[start : start + batch] for start in range(0, len(chosen), batch)]
 
-    def _batch(self, chosen: list[tuple[int, int]]) -> tuple[Tensor, ...]:
-        return self.workload.batch(chosen, self.device)
-
     def _log_entry(self, seconds: float) -> dict[str, Any]:
         sums = self.accelerator.reduce(self._logged_sums, reduction="sum")
         losses = (sums[:-1] / sums[-1]).tolist()
@@ -264,7 +259,7 @@ class Trainer:
         }
         if self._measured:
             entry["weights"] = self.constraints.weights().tolist()
-        if self.constrained:
+        if self.settings.constrained:
             entry["multipliers"] = self.constraints.multipliers.tolist()
             entry["slacks"] = self.constraints.slacks.tolist()
             entry["skipped_updates"] = int(self.constraints.skipped_updates)
@@ -281,7 +276,8 @@ class Trainer:
 
     def _summary(self, losses: list[float]) -> str:
         shown = "loss by depth " + " ".join(f"{loss:.3g}" for loss in losses)
-        return f"{shown}; {self.constraints.report(losses)}".partition("; the ")[0] if self.constrained else shown
+        found = f"; {self.constraints.report(losses)}" if self.settings.constrained else ""
+        return (shown + found).partition("; the ")[0]
 
     def _validate(self) -> dict[str, Any]:
         """Validate, and keep the model if it is the best so far; InputError: losses that no training goes on from."""
@@ -323,7 +319,7 @@ class Trainer:
 
         An untrained network does nothing, and so violates little: better than that is a lower objective alone, too.
         """
-        prices = {self.constrained, self.constrained and best["step"] > 0}
+        prices = {self.settings.constrained, self.settings.constrained and best["step"] > 0}
         merit = self.constraints.merit
         return any(merit(losses, priced=priced) < merit(best["loss"], priced=priced) for priced in prices)
 
@@ -368,10 +364,9 @@ class Trainer:
                 "trained on so far"
             )
         try:
-            whole = self.model.state_dict()
             if state["model"].keys() != self._trained_weights().keys():
                 raise KeyError("other weights")
-            self.model.load_state_dict({**whole, **state["model"]})
+            self.model.load_state_dict({**self.model.state_dict(), **state["model"]})
             load_optimizer_state(self.optimizer, state["optimizer"])
             self.constraints.load_state_dict(state["constraints"])
             self._logged_sums.copy_(state["logged_sums"])

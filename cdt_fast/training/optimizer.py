@@ -113,10 +113,7 @@ class TrainingStep:
                 those of the constraints.
             update: move the multipliers at the end: not in a warm-up, nor without constraints.
         """
-        weights: Any = known
-        if known is None:
-            assert self.constraints is not None, "without constraints the weights have to be known"
-            weights = self.constraints.weights()
+        weights = self.constraints.weights() if known is None and self.constraints is not None else known
         self.optimizer.zero_grad(set_to_none=True)
         for number, (batch, count) in enumerate(zip(batches, counts, strict=True)):
             last = number == len(counts) - 1

@@ -76,7 +76,6 @@ def descent_table(runs: Sequence[EvaluatedRun]) -> Table:
 
 
 def _sample_table(runs: Sequence[EvaluatedRun], sample: str) -> Table:
-    """Return the descent of single samples."""
     rows = [[f"per {sample} and layer", "mean ratio", "median ratio", "descending"]]
     for run in runs:
         values = run.evaluation.per_sample
@@ -172,7 +171,6 @@ def _loss_over_depth(runs: Sequence[EvaluatedRun]) -> Any:
 
 
 def _multipliers(runs: Sequence[EvaluatedRun]) -> Any:
-    """Draw the multipliers of the runs that have some; None where none has."""
     constrained = [run for run in runs if run.evaluation.constrained]
     if not constrained:
         return None

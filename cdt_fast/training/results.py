@@ -85,12 +85,10 @@ def per_sample_statistics(losses: Tensor) -> dict[str, Any]:
     losses = losses.to(torch.float64)
     ratios = (losses[1:] / losses[:-1]).flatten().cpu()
     ratios = ratios[ratios.isfinite()]
-    known = len(ratios) > 0
-    return {
-        "mean_ratio": ratios.mean().item() if known else None,
-        "median_ratio": ratios.median().item() if known else None,
-        "descending_fraction": (ratios < 1).double().mean().item() if known else None,
-    }
+    if len(ratios) == 0:
+        return dict.fromkeys(PerSample.model_fields)
+    below = (ratios < 1).double().mean().item()
+    return {"mean_ratio": ratios.mean().item(), "median_ratio": ratios.median().item(), "descending_fraction": below}
 
 
 def mean_margin(sums: Tensor, counts: Tensor) -> list[float] | None:

@@ -66,17 +66,14 @@ class RunFolder:
         return run
 
     @contextmanager
-    def lock(self, main: bool = True) -> Iterator[None]:
+    def lock(self) -> Iterator[None]:
         """Keep other processes from training this run until the block, or this process, ends.
 
-        The lock is the system's, on `config.toml`, and writes nothing. Only the first of several ranks takes it.
+        The lock is the system's, on `config.toml`, and writes nothing. Of several ranks only the first may take it.
 
         Raises:
             RunInUse: another process is training this run.
         """
-        if not main:
-            yield
-            return
         with self.config.open("r+b") as file:
             if not try_lock(file):
                 raise RunInUse(f"{self.path}: another process is training this run; wait for it, or stop it first")

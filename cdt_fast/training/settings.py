@@ -158,17 +158,13 @@ class EvaluationSettings(Section):
 
 
 class RunSettings(BaseModel):
-    """All settings of a run; a task has a subclass with its own sections and their defaults.
-
-    Attributes:
-        preset: what the settings started from instead of the defaults alone.
-    """
+    """All settings of a run; a task has a subclass with its own sections and their defaults."""
 
     model_config = ConfigDict(extra="forbid")
 
     task: ClassVar[str]
     networks: ClassVar[tuple[str, ...]]  # values of [model] model that are networks of this package, and no folders
-    preset: str | None = None
+    preset: str | None = None  # what the settings started from instead of the defaults alone
     data: Any = Field(default_factory=Section)
     model: Any = Field(default_factory=Section)
     constraints: ConstraintSettings = Field(default_factory=ConstraintSettings)
@@ -190,11 +186,6 @@ class RunSettings(BaseModel):
         """Return the noise levels of the training, in words."""
         least, greatest = self.noise
         return f"{least:g}" if least == greatest else f"{least:g} to {greatest:g}"
-
-    @property
-    def typical_noise(self) -> float:
-        """Return the level in the middle of the training's."""
-        return sum(self.noise) / 2
 
     @property
     def constrained(self) -> bool:
@@ -297,7 +288,14 @@ class RunSettings(BaseModel):
         Raises:
             InputError: as `load` and `set`; a given setting has no effect.
         """
-        in_file, sections = (None, {}) if file is None else cls._read(file)
+        sections: dict[str, Any] = {} if file is None else read_toml(file)
+        with _naming(file):
+            if sections.pop("task", cls.task) != cls.task:
+                raise InputError(f'task must be "{cls.task}"')
+            in_file = sections.pop("preset", None)
+            for section, values in sections.items():
+                if not isinstance(values, dict):
+                    raise InputError(f"unknown key '{section}' outside of a section")
         settings = cls()
         with _naming(file if preset is None else None):
             settings.use_preset(in_file if preset is None else preset)
@@ -333,19 +331,6 @@ class RunSettings(BaseModel):
             InputError: the file cannot be read, or a name or a value in it is unknown or of the wrong kind.
         """
         return cls.chosen({}, file=path)
-
-    @classmethod
-    def _read(cls, path: str | os.PathLike[str]) -> tuple[str | None, dict[str, dict[str, Any]]]:
-        """Return the preset of a file, and the values of its sections."""
-        document = read_toml(path)
-        with _naming(path):
-            if document.pop("task", cls.task) != cls.task:
-                raise InputError(f'task must be "{cls.task}"')
-            preset = document.pop("preset", None)
-            for section, values in document.items():
-                if not isinstance(values, dict):
-                    raise InputError(f"unknown key '{section}' outside of a section")
-        return preset, document
 
 
 @contextmanager

@@ -112,7 +112,6 @@ def _piece(path: Path, window: int) -> Tensor:
 
 
 def _filtered(name: str, frames: Tensor, sigma: float) -> Tensor:
-    """Send all frames through a filter of libavfilter."""
     av = require("av", "video", "the filters of libavfilter")
     graph, tick, (count, height, width) = av.filter.Graph(), Fraction(1, 25), frames.shape
     source = graph.add_buffer(width=width, height=height, format="gray", time_base=tick)

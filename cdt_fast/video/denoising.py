@@ -26,23 +26,16 @@ from cdt_fast.video.writing import check_target, remove_leftovers, write_video
 
 @dataclass
 class Denoising:
-    """How a video is denoised.
-
-    Attributes:
-        model, settings: the trained model and the settings of its run.
-        depth: number of layers to run.
-        sigma: standard deviation of the noise in gray levels, of a noise-adaptive model alone; None: estimated, each
-            window on its own, in brightness where there are colors.
-        grids: the result is the mean over `grids²` shifted grids of patches; None: those of the training.
-        found: the estimates, in gray levels.
-    """
+    """How a video is denoised."""
 
     model: Denoiser
-    settings: VideoSettings
-    depth: int
+    settings: VideoSettings  # of the model's run
+    depth: int  # number of layers to run
+    # Standard deviation of the noise in gray levels, of a noise-adaptive model alone; None: estimated, each window on
+    # its own, in brightness where there are colors.
     sigma: float | None = None
-    grids: int | None = None
-    found: list[float] = field(default_factory=list)
+    grids: int | None = None  # the result is the mean over `grids²` shifted grids; None: those of the training
+    found: list[float] = field(default_factory=list)  # the estimates, in gray levels
 
     def frames(self, frames: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
         """Yield the denoised frames, uint8 `[h, w, channels]`, one for each of `frames`."""

@@ -88,7 +88,7 @@ def measure(model: Denoiser, data: VideoData, settings: VideoSettings, progress:
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "layers": model.layers,
         "test_windows": [list(data.test.name(index)) for index in range(len(data.test))],
-        "training_gamma": settings.typical_noise,
+        "training_gamma": sum(settings.noise) / 2,
         "sigma": data.sigma,
         "gamma": list(gammas),
         "rmse": final,

@@ -73,7 +73,6 @@ def _rmse_over_noise(runs: Sequence[EvaluatedRun]) -> Any:
 
 
 def _early_exit(runs: Sequence[EvaluatedRun]) -> Any:
-    """Draw what every depth reaches, at the noise level next to the training's and at the largest."""
     reference = runs[0].evaluation
     figure, axes = axes_of(columns=2, width=5.2, together=True)
     for axis, index in zip(axes, (nearest_level(reference), len(reference.gamma) - 1), strict=True):
@@ -86,7 +85,6 @@ def _early_exit(runs: Sequence[EvaluatedRun]) -> Any:
 
 
 def _frames(runs: Sequence[EvaluatedRun]) -> Any:
-    """Draw a row a noise level; None where a run has kept no frames."""
     if not all(run.folder.frames.exists() for run in runs):
         return None
     kept = [load_file(run.folder.frames) for run in runs]  # of `keep_frames`
@@ -118,7 +116,7 @@ def keep_frames(path: Path, model: Denoiser, data: VideoData, settings: VideoSet
     of its middle in [0, 1], clean, noisy, by the DCT and denoised.
     """
     nearest = min(settings.evaluation.gammas, key=lambda gamma: abs(gamma - _SHOWN_GAMMA))
-    gammas = sorted({settings.typical_noise, nearest})
+    gammas = sorted({sum(settings.noise) / 2, nearest})
     number = max(range(len(data.test)), key=lambda index: data.test.batch([index]).float().diff().var().item())
     shown = []
     for gamma in gammas:

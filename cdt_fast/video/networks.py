@@ -118,7 +118,6 @@ def reconstructed(
     through the network alone. At the borders frames are continued by their mirror image.
 
     Args:
-        model, settings, noisy: the model, the settings of its run, and frames `[b, T, h, w]`.
         deviation: standard deviation of the noise, `[b]`, for a noise-adaptive model.
         grids: how many of them along each side; None: as in the training.
         depth: number of layers, None for all.

@@ -97,13 +97,7 @@ class VideoSettings(RunSettings):
         last = self.objective == "last" or self.model.pretrained is not None
         return None if last else [0.0] + [1.0] * self.model.layers
 
-    @property
-    def untrained_depth(self) -> str:
-        """As `RunSettings.untrained_depth`."""
-        return "which is the noisy input where grids overlap" if self.crops else ""
-
     def needs(self) -> list[tuple[bool, str, str]]:
-        """As `RunSettings.needs`."""
         model, pretrained = self.model.model, self.model.pretrained
         return [
             *super().needs(),
@@ -130,7 +124,6 @@ class VideoSettings(RunSettings):
                 raise InputError(f"[data] {length} must be a multiple of {of} ({unit}), got {given}")
 
     def check_noise(self) -> None:
-        """As `RunSettings.check_noise`."""
         frames, other = self.data.frames, "resized" if self.crops else "crops"
         least, most = _MEANT[frames]
         for name, levels in (("[data] gamma", self.noise), ("[evaluation] gammas", self.evaluation.gammas)):

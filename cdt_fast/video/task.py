@@ -33,32 +33,22 @@ FIXED_SHAPES = True
 
 def load(settings: VideoSettings, progress: bool = True) -> VideoData:
     settings.check()
-    _check_constraints(settings)
-    if settings.data.source is None:
-        raise InputError("SOURCE is missing: cdt-fast train video SOURCE")
-    chosen = {name: getattr(settings.data, name) for name in ("source", "window", "size")}
-    return load_video(**chosen, crops=settings.crops, progress=progress)
-
-
-def _check_constraints(settings: VideoSettings) -> None:
-    """Refuse constraints that do not fit the network, and a bound at depth 0 if nothing trains there."""
-    reason, chosen = settings.untrained_depth, settings.constraints
+    chosen = settings.constraints
     referred = chosen.reference_mode == "constraint" and chosen.reference is not None
     for name, holds in (("reference_mode constraint", referred), ("bounds", 0 in (chosen.bounds or {}))):
-        if settings.constrained and reason and holds:
-            raise InputError(f"[constraints] {name} must not be of depth 0, {reason}: nothing trains there")
+        if settings.constrained and settings.crops and holds:
+            reason = "which is the noisy input where grids overlap: nothing trains there"
+            raise InputError(f"[constraints] {name} must not be of depth 0, {reason}")
     if settings.model.pretrained is None:
-        build_constraints(settings, build_network(settings).layers)
+        build_constraints(settings, build_network(settings).layers)  # refuses what does not fit the network
+    data = settings.data
+    if data.source is None:
+        raise InputError("SOURCE is missing: cdt-fast train video SOURCE")
+    return load_video(data.source, window=data.window, size=data.size, crops=settings.crops, progress=progress)
 
 
 class VideoWorkload:
-    """See `training.task.Workload`; a sample is a window, and counts with its tokens.
-
-    Args:
-        settings: of the run.
-        data: the windows.
-        device: where the noise is drawn.
-    """
+    """A sample is a window, and counts with its tokens; `device` is where the noise is drawn."""
 
     guess_loss: float | None = None
 

@@ -65,7 +65,6 @@ def write_video(
     Args:
         path, target: where to write, and what messages call it.
         frames: uint8 `[h, w, 1 or 3]`, as many as `source` has; each comes after `source` gave its own.
-        source: what they were read from.
 
     Returns:
         What was written, and a line for each thing of the source that did not come through.
@@ -156,7 +155,6 @@ def _tags(container: Any, video: Any) -> set[str]:
 
 
 def _named(stream: Any) -> str:
-    """Say what a stream is that is left out."""
     if stream.type == "video":
         return "a cover picture" if is_cover(stream) else "a second video"
     kind = {"audio": "sound", "attachment": "an attachment", "subtitle": "subtitles"}.get(stream.type, "data")

@@ -80,7 +80,7 @@ def test_the_losses_of_a_step_and_their_gradient_are_those_of_an_eager_loop(
     config = settings_for(source, **changes)
     run = RunFolder.create(tmp_path / "run", config)
     trainer = new_trainer(run, config)
-    inputs, targets, seeds = trainer._batch(trainer._micro_batches()[0])
+    inputs, targets, seeds = trainer.workload.batch(trainer._micro_batches()[0], torch.device("cpu"))
     assert len({int(length) for length in inputs[1].sum(-1)}) > 1  # unequal lengths, so that there is padding
     trainer.workload.save_model(run.model)
     weights = torch.linspace(-0.5, 1.5, trainer.workload.num_constraints + 1)
@@ -170,7 +170,7 @@ def test_long_sequences_are_cut_and_those_without_an_answer_left_out(source: Pat
     cut: Any = new_trainer(RunFolder(tmp_path / "cut"), settings_for(source, max_tokens=max(lengths) - 1)).workload
     told = f"answers cut short by --max-tokens: {lengths.count(max(lengths))} of {len(data.train)}"
     assert cut.description == f"{workload.description}\n{told}"
-    inputs, targets, _ = trainer._batch([(0, 0), (1, 1)])
+    inputs, targets, _ = trainer.workload.batch([(0, 0), (1, 1)], torch.device("cpu"))
     assert inputs.shape[0] == 2
     assert inputs.shape[1:] == targets.shape
     counted = targets[0][targets[0] != -100].tolist()

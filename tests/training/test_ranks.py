@@ -54,7 +54,7 @@ def test_the_losses_of_the_shares_are_those_of_the_batch(task: str, tmp_path: Pa
 
     def sums(chosen: list[tuple[int, int]]) -> torch.Tensor:
         count = sum(trainer.workload.count(sample) for sample, _ in chosen)
-        return trainer.losses(*trainer._batch(chosen), weights)[1].detach() * count
+        return trainer.losses(*trainer.workload.batch(chosen, torch.device("cpu")), weights)[1].detach() * count
 
     expected = sums(batch)
     # The seeds of the samples decide, and the noise is there.

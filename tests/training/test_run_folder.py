@@ -90,8 +90,6 @@ def test_a_run_that_another_process_trains_is_refused_until_that_is_killed(tmp_p
             assert other.stdout.readline() == "held\n"
             with pytest.raises(InputError, match=r"mine: another process is training this run"), run.lock():
                 pass
-            with run.lock(main=False):  # another rank of the process that holds it
-                pass
             assert open_run(run.path, trained=False)[1] == VideoSettings()
         finally:
             other.kill()

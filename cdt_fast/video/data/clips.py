@@ -104,6 +104,5 @@ def _clip_folder(part: Path) -> Path:
 
 
 def _sources(folder: Path) -> list[Path]:
-    """List the videos, arrays and folders of frames directly in `folder`."""
     suffixes = VIDEO_SUFFIXES | ARRAY_SUFFIXES
     return [path for path in entries(folder) if (images(path) if path.is_dir() else path.suffix.lower() in suffixes)]

@@ -85,7 +85,6 @@ def _crop(block: np.ndarray, whole: bool, crop: int, side: int, places: np.rando
 
 
 def _detail(picture: np.ndarray) -> int:
-    """Sum the differences between neighbors."""
     green = picture[..., 1].astype(np.int64)
     return int(np.abs(np.diff(green, axis=0)).sum() + np.abs(np.diff(green, axis=1)).sum())
 

@@ -17,23 +17,17 @@ _EXPECTED_ARRAY = "expected uint8, or floats within [0, 1], of shape [frames, h,
 
 
 class FrameSource(ABC):
-    """A clip on the disk.
-
-    Attributes:
-        path: where it lies.
-        frame_rate: frames a second, None where the file states none (frame folders, arrays).
-        notes: what is wrong with frames that were read all the same, a line each; whole once `frames` has ended.
-        times: when each frame read so far is shown, in seconds; empty where the file states no times.
-        tags: properties of FFmpeg's codec context that say how to show the frames; known with the first frame.
-        lost: what the file says of how to show its frames that neither they nor `tags` hold; the keys, in order.
-    """
+    """A clip on the disk."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.frame_rate: Fraction | None = None
+        self.frame_rate: Fraction | None = None  # a second; None where the file states none (frame folders, arrays)
+        # What is wrong with frames that were read all the same, a line each; whole once `frames` has ended.
         self.notes: list[str] = []
-        self.times: list[Fraction] = []
+        self.times: list[Fraction] = []  # of each frame read so far, in seconds; empty where the file states none
+        # Properties of FFmpeg's codec context that say how to show the frames; known with the first frame.
         self.tags: dict[str, Any] = {}
+        # What the file says of how to show its frames that neither they nor `tags` hold; the keys, in order.
         self.lost: dict[str, None] = {}
 
     @abstractmethod
@@ -63,7 +57,11 @@ class FrameArray(FrameSource):
     """A .npy file."""
 
     def _read(self) -> Iterator[tuple[str, np.ndarray]]:
-        array = self._load()
+        try:
+            array = np.lib.format.open_memmap(self.path, mode="r")
+        except Exception as error:  # NumPy reports broken files by ValueError, SyntaxError, TypeError and others
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise InputError(f"{self.path}: cannot be read as a NumPy array ({reason}); {_EXPECTED_ARRAY}") from error
         if array.dtype != np.uint8 and not np.issubdtype(array.dtype, np.floating):
             raise InputError(f"{self.path}: the array has dtype {array.dtype}; {_EXPECTED_ARRAY}")
         if not (array.ndim == 3 or (array.ndim == 4 and array.shape[3] in (1, 3))) or 0 in array.shape[1:]:
@@ -77,10 +75,3 @@ class FrameArray(FrameSource):
                     raise InputError(f"{self.path}: {found}; {_EXPECTED_ARRAY}")
                 frame = np.rint(frame.astype(np.float64) * 255).astype(np.uint8)
             yield f"frame {index}", frame
-
-    def _load(self) -> np.ndarray:
-        try:
-            return np.lib.format.open_memmap(self.path, mode="r")
-        except Exception as error:  # NumPy reports broken files by ValueError, SyntaxError, TypeError and others
-            reason = " ".join(str(error).split()) or type(error).__name__
-            raise InputError(f"{self.path}: cannot be read as a NumPy array ({reason}); {_EXPECTED_ARRAY}") from error

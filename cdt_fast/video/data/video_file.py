@@ -126,7 +126,6 @@ class VideoFile(FrameSource):
         return time
 
     def _missing(self, container: Any, stream: Any, due: list[Fraction], others_end: Any) -> Iterator[str]:
-        """Yield what speaks for missing frames, now that all of them have been read."""
         times, count = self.times, len(self.times)
         steps = [later - earlier for earlier, later in pairwise(times)]
         usual = sorted(steps)[len(steps) // 2]

@@ -111,7 +111,6 @@ def split_clips(clips: Sequence[DecodedClip], window: int) -> Splits:
 
 
 def _divided(clip: DecodedClip, index: int, window: int, held_out: int) -> list[Part]:
-    """Divide a clip by time into a part for training and so many that are held out."""
     windows, needed = clip.length // window, 1 + 2 * held_out
     if windows < needed:
         wanted = f"needs {needed} windows of {window}, {needed * window} frames"
