@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import hypothesis
 import numpy as np
 import pytest
+import torch
 
 from cdt_fast import cli
 from cdt_fast.cli import commands
@@ -30,6 +31,14 @@ hypothesis.settings.load_profile("repeatable")
 def pytest_xdist_auto_num_workers() -> int:
     """Of `--numprocesses=auto`: a worker for each processor; a worker takes a gigabyte of memory."""
     return min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+
+
+@pytest.fixture
+def in_float64() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
 
 
 @pytest.fixture(scope="session")

@@ -22,18 +22,7 @@ from tests.tiny import tiny_arguments
 
 Call = Callable[..., Any]
 
-COMMANDS = [
-    [],
-    ["train"],
-    ["train", "video"],
-    ["train", "text"],
-    ["train", "lm"],
-    ["evaluate"],
-    ["compare"],
-    ["denoise"],
-    ["reproduce"],
-    ["info"],
-]
+COMMANDS = ["", "train", "train video", "train text", "train lm", "evaluate", "compare", "denoise", "reproduce", "info"]
 
 
 @pytest.fixture
@@ -50,16 +39,16 @@ def settings_of(untrained: None, call: Call, tmp_path: Path) -> Callable[..., Vi
     return call_and_read
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_help_shows_an_example_that_parses(call: Call, command: list[str]) -> None:
-    answer = call(*command, "--help")
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_shows_an_example_that_parses(call: Call, command: str) -> None:
+    answer = call(*command.split(), "--help")
     assert answer.status == 0
     assert answer.err == ""
     _, found, example = answer.out.partition("example")
     assert found
     line = next(line for line in example.splitlines() if "cdt-fast " in line)
     words = shlex.split(line.partition("cdt-fast ")[2])
-    assert words[: len(command)] == command
+    assert words[: len(command.split())] == command.split()
     build_parser().parse_args(words)
 
 
@@ -78,51 +67,44 @@ def test_help_tells_every_default(call: Call) -> None:
 @pytest.mark.parametrize(
     ("words", "facts"),
     [
-        ([], ["COMMAND"]),
-        (["trian"], ["unknown command 'trian'; did you mean 'train'?"]),
-        (["search", "runs/mine"], ["search is gone: the git tag full"]),
-        (["train", "video", "clip.npy", "--learning-rate", "1"], ["did you mean --lr?"]),
-        (["train", "video"], ["SOURCE is missing"]),
-        (["train", "video", "--stpes", "3"], ["cdt-fast train video:", "--stpes", "did you mean --steps?"]),
-        (["train", "video", "--batchsize=3"], ["--batchsize=3", "did you mean --batch"]),
+        ("", ["COMMAND"]),
+        ("trian", ["unknown command 'trian'; did you mean 'train'?"]),
+        ("search runs/mine", ["search is gone: the git tag full"]),
+        ("train video clip.npy --learning-rate 1", ["did you mean --lr?"]),
+        ("train video", ["SOURCE is missing"]),
+        ("train video --stpes 3", ["cdt-fast train video:", "--stpes", "did you mean --steps?"]),
+        ("train video --batchsize=3", ["--batchsize=3", "did you mean --batch"]),
+        ("denoise run a.mp4 b.mp4 --sigma loud", ["--sigma: must be a number of gray levels, or auto, got 'loud'"]),
+        ("train video a.mp4 b.mp4", ["unknown argument: b.mp4"]),
+        ("train video --steps ten", ["[training] steps must be a valid integer", "got 'ten'"]),
+        ("train video --model vet", ["[model] model must be 'dust', 'ut' or 'vit', got 'vet'"]),
         (
-            ["denoise", "run", "a.mp4", "b.mp4", "--sigma", "loud"],
-            ["--sigma: must be a number of gray levels, or auto, got 'loud'"],
+            "train video --gammas 1,1e9",
+            ["[evaluation] gammas must be less than or equal to 1000000, got '1,1e9'"],
         ),
-        (["train", "video", "a.mp4", "b.mp4"], ["unknown argument: b.mp4"]),
-        (["train", "video", "--steps", "ten"], ["[training] steps must be a valid integer", "got 'ten'"]),
-        (["train", "video", "--model", "vet"], ["[model] model must be 'dust', 'ut' or 'vit', got 'vet'"]),
-        (
-            ["train", "video", "--gammas", "0.1,1e20"],
-            ["[evaluation] gammas must be less than or equal to 1000000, got '0.1,1e20'"],
-        ),
-        (["train", "video", "--config", "no.toml"], ["cdt-fast: no.toml: cannot be read as TOML (No such file"]),
-        (["train", "video", "missing.mp4"], ["missing.mp4", "no such file"]),
-        (["train", "video", "--resume", "missing"], ["missing: is no run folder"]),
-        (["train", "video", "--resume", "missing", "--steps", "3"], ["--resume takes no other settings"]),
-        (["evaluate"], ["RUN"]),
-        (["evaluate", "missing"], ["missing: is no run folder"]),
-        (["denoise", "missing", "in.mp4", "out.mp4", "--depth", "two"], ["--depth", "two"]),
-        (["data", "fetch", "ucsd"], ["data is gone: the git tag full"]),
-        (["train", "video", "CLIP", "--setup", "paper"], ["--setup is gone: the git tag full"]),
-        (["train", "video", "CLIP", "--reference-losses", "nowhere"], ["--reference-losses is gone"]),
-        (["train", "video", "CLIP", "--no-adaptive"], ["--no-adaptive is gone: the git tag full"]),
-        (["train", "video", "CLIP", "--bounds", "9=1.0"], ["bounds holds depth 9, which is not read: the depths are"]),
-        (
-            ["train", "video", "CLIP", "--preset", "paper"],
-            ["preset must be one of video, text, lm, safe, paper-dust, "],
-        ),
-        (["train", "video", "CLIP", "--preset", "paper-vit"], ["--preset paper-vit needs --pretrained, the folder"]),
-        (["train", "video", "CLIP", "--preset", "paper-dust", "--gamma", "25"], ["gamma reaches 25 standard"]),
-        (["train", "video", "CLIP", "--frames", "resized"], ["[data] gamma reaches 50 standard deviations"]),
+        ("train video --config no.toml", ["cdt-fast: no.toml: cannot be read as TOML (No such file"]),
+        ("train video missing.mp4", ["missing.mp4", "no such file"]),
+        ("train video --resume missing", ["missing: is no run folder"]),
+        ("train video --resume missing --steps 3", ["--resume takes no other settings"]),
+        ("evaluate", ["RUN"]),
+        ("evaluate missing", ["missing: is no run folder"]),
+        ("denoise missing in.mp4 out.mp4 --depth two", ["--depth", "two"]),
+        ("data fetch ucsd", ["data is gone: the git tag full"]),
+        ("train video CLIP --setup paper", ["--setup is gone: the git tag full"]),
+        ("train video CLIP --reference-losses nowhere", ["--reference-losses is gone"]),
+        ("train video CLIP --no-adaptive", ["--no-adaptive is gone: the git tag full"]),
+        ("train video CLIP --bounds 9=1.0", ["bounds holds depth 9, which is not read: the depths are"]),
+        ("train video CLIP --preset paper", ["preset must be one of video, text, lm, safe, paper-dust, "]),
+        ("train video CLIP --preset paper-vit", ["--preset paper-vit needs --pretrained, the folder"]),
+        ("train video CLIP --preset paper-dust --gamma 25", ["gamma reaches 25 standard"]),
+        ("train video CLIP --frames resized", ["[data] gamma reaches 50 standard deviations"]),
     ],
-    ids=" ".join,
 )
 def test_a_wrong_call_is_one_line_and_leaves_nothing(
-    call: Call, clip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], facts: list[str]
+    call: Call, clip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, facts: list[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    line = call(*(clip if word == "CLIP" else word for word in words)).line()
+    line = call(*(clip if word == "CLIP" else word for word in words.split())).line()
     assert line.startswith("cdt-fast")
     for fact in facts:
         assert fact in line
@@ -132,9 +114,6 @@ def test_a_wrong_call_is_one_line_and_leaves_nothing(
 @pytest.mark.parametrize(
     ("changes", "fact"),
     [
-        ({"size": 30}, "multiple of patch"),
-        ({"rate": "0.1,0.2,0.3"}, "rate has 3 entries"),
-        ({"reference": "none", "coupling": "absolute"}, "reference"),
         ({"window": 61}, "61"),
         ({"lr": 1e30}, "no longer finite"),
         ({"lr": 1e31}, "[training] lr must be at most 1e+30, got 1e+31"),
@@ -173,18 +152,9 @@ def test_training_prints_tables_a_verdict_and_the_report(
     evaluation = read_json(run / "evaluation.json")
     assert answer.out.splitlines()[-2] == f"{evaluation['verdict']} {evaluation['report']['text']}"
     assert answer.out.splitlines()[-1] == f"report: {run / 'report.md'}"
-    names = {path.name for path in run.iterdir()}
-    assert names == {
-        "config.toml",
-        "metrics.jsonl",
-        "model",
-        "checkpoint",
-        "evaluation.json",
-        "report.md",
-        "frames.safetensors",
-    }
+    names = "config.toml metrics.jsonl model checkpoint evaluation.json report.md frames.safetensors"
+    assert {path.name for path in run.iterdir()} == {*names.split()}
     assert "holds a run already" in call("train", "video", clip, "--out", run, *tiny_arguments()).line()
-    assert "no model yet" not in answer.err
 
 
 def test_evaluate_measures_at_the_levels_that_are_given(call: Call, copied_run: RunFolder, quick_figures: None) -> None:
@@ -216,12 +186,8 @@ def test_options_win_over_a_file_and_a_file_over_the_defaults(
     file = tmp_path / "mine.toml"
     file.write_text('[data]\nsource = "other.npy"\nwindow = 7\n[training]\nsteps = 11\nbatch = 3\n')
     config = settings_of(clip, "--config", file, "--steps", "5", "--rate", "0.1,0.2")
-    assert config.data.source == str(clip)
-    assert config.data.window == 7
-    assert config.training.steps == 5
-    assert config.training.batch == 3
-    assert config.constraints.rate == [0.1, 0.2]
-    assert config.training.lr == VideoSettings().training.lr
+    assert (config.data.source, config.data.window, config.constraints.rate) == (str(clip), 7, [0.1, 0.2])
+    assert config.training == VideoSettings().training.model_copy(update={"steps": 5, "batch": 3})
     assert settings_of("--config", file).data.source == str(Path("other.npy").resolve())
 
 

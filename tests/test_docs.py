@@ -93,7 +93,6 @@ def test_every_public_name_has_a_docstring() -> None:
 
 
 def test_commands_in_documents_parse() -> None:
-
     for document in DOCUMENTS:
         text = document.read_text(encoding="utf-8")
         for line in re.findall(r"^ +(?:\.venv/bin/)?cdt-fast (.+)$", text, re.MULTILINE):

@@ -74,14 +74,10 @@ def test_another_safetensors_file_is_refused(tmp_path: Path, content: bytes, mes
 
 RUN = {"[training] seed": 0}
 TRAINING: dict[str, Any] = {
-    "step": 3,
-    "steps": 6,
     "run": RUN,
     "model": {"weight": torch.ones(2)},
     "optimizer": {"state": {0: {"step": torch.tensor(3.0), "exp_avg": torch.zeros(2)}}, "param_groups": [{"lr": 0.1}]},
     "constraints": {},
-    "best": None,
-    "data": {},
 }
 NAN = torch.tensor([1.0, torch.nan])
 

@@ -22,7 +22,7 @@ from cdt_fast.video import task as video_task
 from cdt_fast.video.settings import VideoSettings
 from tests.runs import assert_same_runs, train
 from tests.tiny import tiny_arguments
-from tests.training.training_cases import Killed, around, signal_after, train_until_killed
+from tests.training.training_cases import Killed, around, signal_after
 
 Config = Callable[..., VideoSettings]
 # Slack, Adam, automatic reference and accumulation, past the step in which the reference is fixed; the three
@@ -106,20 +106,6 @@ def test_a_run_that_died_at_any_moment_resumes_bit_for_bit(
 
     with around(name, **{when: die}), pytest.raises(Killed):
         train(run, config, progress=False)
-    train(run, config, resume=True, progress=False)
-    assert_same_runs(run, whole["constrained"])
-
-
-def test_half_a_line_and_half_a_file_are_no_trouble(
-    tiny_config: Config, tmp_path: Path, whole: dict[str, RunFolder]
-) -> None:
-    config = tiny_config(**SETTINGS["constrained"])
-    run = RunFolder.create(tmp_path / "run", config)
-    train_until_killed(run, config, 15)
-    with run.metrics.open("a") as metrics:
-        metrics.write('{"step": 15, "lo')
-    (run.checkpoint.parent / ".state-abc.tmp.safetensors").write_bytes(b"half of a checkpoint")
-    (run.model / ".model-abc.tmp.safetensors").write_bytes(b"half of a model")
     train(run, config, resume=True, progress=False)
     assert_same_runs(run, whole["constrained"])
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +33,6 @@ def make(tiny_config: Callable[..., VideoSettings], tmp_path: Path) -> Make:
         return new_trainer(RunFolder.create(tmp_path / f"run {len(list(tmp_path.iterdir()))}", config), config)
 
     return trainer
-
-
-@pytest.fixture
-def in_float64() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)
 
 
 # Twelve windows a step and 22 an epoch: every second step has ten, for batches of four as four, four and two.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +28,6 @@ from tests.tiny_text import (
 
 # Shares with unequal counts, and a last micro-batch of one sample, in which one rank has nothing to do.
 UNEQUAL: dict[str, Any] = {"batch": 5, "gamma": 0.5, "warmup_epochs": 0, "validate_every": 8}
-
-
-@pytest.fixture
-def in_float64() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)
 
 
 @pytest.mark.parametrize("task", ["text", "lm"])
