@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-# Computes and differentiates once; returns losses or outputs first, then every gradient. A step that trains on keeps
-# its state: only its first call is compared with the formula.
+# Returns losses or outputs, then every gradient; of a step that trains on, only the first call is as the formula.
 Step = Callable[[], list[Tensor]]
 
 

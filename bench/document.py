@@ -173,8 +173,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks.md"), help="file (docs/benchmarks.md)")
     options = parser.parse_args()
     try:
-        files = {path: read(path) for path in sorted(options.results.glob("*.json"))}
-        files = {path: file for path, file in files.items() if file["size"] != "toy"}
+        paths = sorted(options.results.glob("*.json"))
+        files = {path: file for path in paths if (file := read(path))["size"] != "toy"}
         for path, file in files.items():
             draw(path.with_suffix(".png"), file)
     except (InputError, MissingExtra) as error:

@@ -20,8 +20,7 @@ from cdt_fast.bench.case import Case, Implementation, Step, Unavailable
 MAX_REASON = 300  # characters
 LEAST, MOST = 5, 25  # rounds of a case: as many as fit into so many seconds
 SECONDS = 8.0
-# Steps shorter than this are called several times a reading: what a reading costs itself must not count, nor, on a GPU,
-# what its clock rate does from one millisecond to the next.
+# Shorter steps are called several times a reading: its own cost must not count, nor the clock rate of one millisecond.
 SHORTEST_READING = {"cpu": 0.005, "cuda": 0.05}  # seconds
 MAX_CALLS = {"cpu": 100, "cuda": 1000}
 
@@ -92,8 +91,7 @@ def _reason(error: Exception) -> dict[str, str]:
 
 
 def checked(candidate: Implementation, formula: Step, tolerance: float) -> tuple[Step, float]:
-    """Prepare an implementation and run it once; returns its step, and by how much it differs from the formula.
-    `Refused`: by more than rounding."""
+    """Run an implementation once; returns its step, and by how much it differs from the formula, if by rounding."""
     step = candidate.prepare()
     difference = disagreement(step(), formula())
     if not difference <= tolerance:
@@ -102,8 +100,7 @@ def checked(candidate: Implementation, formula: Step, tolerance: float) -> tuple
 
 
 def disagreement(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """The largest root mean square difference of a tensor, relative to the root mean square of the expected one.
-    `Refused`: their number or their shapes differ."""
+    """The largest root mean square difference of a tensor, relative to the root mean square of the expected one."""
     if [tuple(one.shape) for one in actual] != [tuple(one.shape) for one in expected]:
         raise Refused(f"gives {len(actual)} tensors or other shapes than the formula's {len(expected)}")
     worst = 0.0
@@ -144,8 +141,7 @@ def median_ratio(others: Sequence[float], own: Sequence[float]) -> float:
 
 
 def peak_memory(step: Callable[[], object], device: torch.device) -> int:
-    """Bytes that torch allocates at the peak of a step beyond what rests between two steps: inputs, parameters,
-    gradients and the optimizer's state are there before, whatever computes the step."""
+    """Bytes that torch allocates at the peak of a step beyond what rests between two steps, such as the inputs."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()

@@ -73,8 +73,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def open_file(folder: Path, device: str, suite: str, size: str, name: str) -> tuple[Path, dict[str, Any]]:
-    """Path and contents of the file of a suite on a card or processor: `folder/NAME-SUITE.json`, and with the size in
-    its name if that is not the device's own."""
+    """Path and contents of `folder/NAME-SUITE.json`, or `NAME-SUITE-SIZE.json` if the size is not the device's own."""
     own = {"cpu": "cpu", "cuda": "gpu"}[device]
     path = folder / f"{file_stem(name)}-{suite}{'' if size == own else f'-{size}'}.json"
     if path.exists():

@@ -21,8 +21,7 @@ from cdt_fast.training.allocator import disable_malloc_trim
 
 
 def run_command(options: argparse.Namespace) -> int:
-    """Run what the options ask for. A case is printed and saved as soon as it is measured: a run that is stopped has
-    not been for nothing."""
+    """Run what the options ask for; each case is printed and saved as soon as it is measured."""
     if options.device == "cuda" and not torch.cuda.is_available():
         raise InputError("--device is cuda, but torch finds no CUDA GPU here")
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))

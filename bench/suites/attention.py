@@ -137,11 +137,8 @@ def flex(z: Tensor, lengths: Tensor | None) -> Attend:
     require_gpu("FlexAttention's backward", z.device)
     padding, blocks = padding_mask(lengths, z), None
     if lengths is not None:
-
-        def counts(sequence: Tensor, _head: Tensor, _row: Tensor, column: Tensor) -> Tensor:
-            return column < lengths[sequence]
-
-        blocks = create_block_mask(counts, len(z), None, z.shape[1], z.shape[1], device=z.device)
+        sizes = len(z), None, z.shape[1], z.shape[1]
+        blocks = create_block_mask(lambda text, head, row, column: column < lengths[text], *sizes, device=z.device)
     # A full graph is not required: the error of what it cannot do would be hidden in torch.compile's own.
     function = torch.compile(flex_attention, dynamic=False)
 

@@ -100,9 +100,6 @@ def make_inputs(shape: Shape, dtype: torch.dtype, device: torch.device) -> Input
     return Inputs([*hidden, head], [], [targets]).to(dtype)
 
 
-# Losses of one depth
-
-
 def eager(hidden: Tensor, head: Tensor, targets: Tensor, reduction: str) -> Tensor:
     """All logits at once in eager torch, the softmax in float32."""
     return torch.nn.functional.cross_entropy(support.widened(hidden @ head.mT), targets, reduction=reduction)
@@ -147,9 +144,6 @@ PEERS: dict[str, Callable[[torch.device, str], Loss]] = {
     "CCE without its filter": functools.partial(cce, filtered=False),
     "QuACK": quack,
 }
-
-
-# Weighted losses of all depths
 
 
 def fused(inputs: Inputs) -> Step:

@@ -143,14 +143,13 @@ def _ours_loss(inputs: Inputs) -> list[Tensor]:
     return [ops.layerwise_reconstruction_loss(inputs.leaves, target, depth_weights=weights)[0].to(target.dtype)]
 
 
+def _both(*functions: Callable[..., Tensor], **options: Any) -> list[Apply]:
+    """A formula and its op as functions of inputs."""
+    return [lambda inputs, one=one: [one(*inputs.leaves, **options)] for one in functions]
+
+
 WORKS = (
-    Work(
-        "soft_threshold",
-        "B T m",
-        _codes,
-        lambda inputs: [soft_threshold_reference(inputs.leaves[0], THRESHOLD)],
-        lambda inputs: [ops.soft_threshold(inputs.leaves[0], THRESHOLD)],
-    ),
+    Work("soft_threshold", "B T m", _codes, *_both(soft_threshold_reference, ops.soft_threshold, threshold=THRESHOLD)),
     Work(
         "lista_step",
         "B T n m",
@@ -166,12 +165,6 @@ WORKS = (
         _ours_layer,
         {"eager by the identity": _identity_layer},
     ),
-    Work(
-        "residual_linear",
-        "B T n m",
-        _linear,
-        lambda inputs: [residual_linear_reference(*inputs.leaves)],
-        lambda inputs: [ops.residual_linear(*inputs.leaves)],
-    ),
+    Work("residual_linear", "B T n m", _linear, *_both(residual_linear_reference, ops.residual_linear)),
     Work("layerwise_reconstruction_loss", "B T n depths", _depths, _eager_loss, _ours_loss),
 )

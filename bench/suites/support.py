@@ -17,9 +17,8 @@ from cdt_fast.bench.case import Implementation, Step, Unavailable
 
 Made = TypeVar("Made")
 
-# Relative root mean square. A result is rounded once, and before that attention weights, gradients of scores or logits
-# are, and sums over tokens; each rounding adds at most half a unit, 2^-9 in bfloat16 and 2^-24 in float32, relative to
-# terms that partly cancel. Measured at toy size on a CPU, the worst is 9e-3 in bfloat16 and 5e-7 in float32.
+# Relative root mean square: a few roundings of at most 2^-9 in bfloat16 and 2^-24 in float32, of terms that partly
+# cancel. Measured at toy size on a CPU, the worst is 9e-3 in bfloat16 and 5e-7 in float32.
 TOLERANCE = {"float32": 2e-5, "bfloat16": 3e-2}
 # Every shape of a suite compiles the same functions anew; beyond its limit torch would go on in eager without a word.
 LIMITS: dict[str, Any] = {"recompile_limit": 100_000, "accumulated_recompile_limit": 100_000}
@@ -132,8 +131,7 @@ def peer(name: str, prepare: Callable[[], Step]) -> Implementation:
 def compilers(
     function: Callable[..., Any], device: torch.device, size: str, autotune: bool = True
 ) -> dict[str, Callable[[], Any]]:
-    """What compiles `function` for static shapes, by the names of the modes that are timed; CUDA graphs come with
-    "max-autotune". At toy size there are none: compiling takes longer than all the rest."""
+    """What compiles `function` for static shapes, by the names of the timed modes; at toy size that takes too long."""
     tuned = "max-autotune" if device.type == "cuda" else "max-autotune-no-cudagraphs"
     modes = {"torch.compile": "default", **({f"torch.compile, {tuned}": tuned} if autotune else {})}
     options = {"dynamic": False, "fullgraph": True}

@@ -58,9 +58,6 @@ LOADS = re.compile(
 PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "addmv": 1, "mv": 0}
 
 
-# Recording
-
-
 class Launch(NamedTuple):
     kernel: Any  # the `@triton.jit` function
     arguments: Mapping[str, Any]  # by the kernel's parameters, constants included
@@ -162,9 +159,6 @@ def call_ops(dtype: torch.dtype) -> None:
         differentiate(model.layer_losses, signal, target, weights[:3])
 
 
-# Compiling
-
-
 class Driver:
     """What Triton asks a driver for before it compiles for a card."""
 
@@ -245,9 +239,6 @@ def measure_card(card: GpuSpec, modes: Sequence[str], part: str) -> list[Compile
                     found.append(Compiled(name, mode, error=f"{type(error).__name__}: {str(error).strip()[-200:]}"))
         found += [measured(kernel, name, mode) for kernel, name in kernels.items()]
     return found
-
-
-# Report
 
 
 def table(found: Mapping[str, Sequence[Compiled]]) -> list[list[str]]:

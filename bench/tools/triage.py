@@ -45,7 +45,6 @@ CASES = (
     ("ops", "layerwise_reconstruction_loss, bfloat16"),
 )
 RACECHECK = ("ops", "unrolled_layer, bfloat16")
-LIMITS = {"smoke tests": 300.0, "case": 90.0, "racecheck": 120.0}  # seconds
 
 
 def find_case(suite: str, name: str, device: torch.device, size: str) -> Case:
@@ -80,14 +79,14 @@ def run_child(name: str, command: Sequence[str], limit: float) -> dict[str, Any]
 
 
 def parts(command: Sequence[str]) -> list[tuple[str, list[str], float]]:
-    """The name, the command and the limit of every part; `command` starts this program."""
+    """The name, the command and the limit in seconds of every part; `command` starts this program."""
     python = [sys.executable, "-m"]
-    found = [("smoke tests", [*python, "pytest", *SMOKE_TESTS], LIMITS["smoke tests"])]
-    found += [(name, [*command, "--case", str(number)], LIMITS["case"]) for number, (_, name) in enumerate(CASES)]
+    found = [("smoke tests", [*python, "pytest", *SMOKE_TESTS], 300.0)]
+    found += [(name, [*command, "--case", str(number)], 90.0) for number, (_, name) in enumerate(CASES)]
     sanitizer = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
     if sanitizer is not None:
         checked = [sanitizer, "--tool", "racecheck", "--error-exitcode", "99", *command, "--once"]
-        found.append(("racecheck", checked, LIMITS["racecheck"]))
+        found.append(("racecheck", checked, 120.0))
     return found
 
 
