@@ -85,14 +85,11 @@ def _frequencies(lengths: tuple[int, int, int], atoms: int) -> tuple[int, int, i
         for rows in range(lengths[1], atoms // time + 1)
         if atoms // time % rows == 0 and atoms // (time * rows) >= lengths[2]
     ]
-    return min(
-        found,
-        key=lambda points: (
-            max(number / length for number, length in zip(points, lengths, strict=True)),
-            abs(points[1] - points[2]),
-        ),
-        default=None,
-    )
+
+    def growth(points: tuple[int, int, int]) -> tuple[float, int]:
+        return max(number / length for number, length in zip(points, lengths, strict=True)), abs(points[1] - points[2])
+
+    return min(found, key=growth, default=None)
 
 
 def _cosines(size: int, frequencies: int) -> Tensor:

@@ -113,14 +113,10 @@ class DUST(PretrainedModel):
     def config(self) -> dict[str, Any]:
         """Return the constructor's arguments, with the step as computed."""
         names = ("patch_size", "code_size", "layers", "tied", "sparsity", "step", "scale", "nonlinearity", "readout")
-        config = {name: getattr(self, name) for name in names}
+        config = {name: getattr(self, name) for name in (*names, "patch_frames", "tight_frame", "noise_adaptive")}
         for name, numbers in (("sparsity", self._sparsities), ("step", self.steps)):
             config[name] = numbers[0] if len(set(numbers)) == 1 else list(numbers)
-        if self.patch_frames > 1:
-            config["patch_frames"] = self.patch_frames
-        elif self.tight_frame:
-            config["tight_frame"] = True
-        return {**config, "noise_adaptive": True} if self.noise_adaptive else config
+        return config
 
     def forward(self, noisy: Tensor, depth: int | None = None, *, deviation: Tensor | float | None = None) -> Tensor:
         """Return the reconstruction `[..., T, n]` of `noisy` `[..., T, n]` after `depth` layers (None: all of them).
@@ -167,8 +163,7 @@ class DUST(PretrainedModel):
             raise InputError("refinement needs codes that read as the estimate: build the model with tight_frame=True")
         units, dtype = self._units(noisy, deviation), compute_dtype(noisy)
         dictionaries = (self.dictionary,) * self.layers if self.tied else self.dictionary.unbind()
-        alone = noisy.shape[-2] == 1  # of one token A is 1
-        signal = None if alone else _normalized(noisy, units).to(dtype)
+        signal = _normalized(noisy, units).to(dtype) if noisy.shape[-2] > 1 else None  # of one token A is 1
 
         def refine(level: int, estimate: Tensor) -> Tensor:
             check_depth("level", level, 1, self.layers)
@@ -277,8 +272,7 @@ class DUST(PretrainedModel):
             rows, tied = self.dictionary.unbind(), None
             casts = self.dictionary.detach().to(noisy.dtype).unbind()
         dictionaries = [*zip(rows, casts, strict=True)]
-        # The dictionary that each depth is projected on. Where it is the very dictionary of the next layer, that layer
-        # takes the projection; otherwise it computes the one it needs.
+        # The dictionary that each depth is projected on; the next layer takes the projection where it is its own.
         own = [dictionaries[0], *dictionaries]
         following = own if self.tied else [*dictionaries, dictionaries[-1]]
         readouts = own if self.readout == "own" else following

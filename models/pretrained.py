@@ -43,9 +43,7 @@ class PretrainedModel(nn.Module):
         folder = Path(folder)
         where = folder.resolve()
         if not overwrite and where.name == "model" and (where.parent / "config.toml").exists():
-            raise InputError(
-                f"{folder}: is where a run keeps its model; save to another folder, or with overwrite=True"
-            )
+            raise InputError(f"{folder}: is where a run keeps its model; save elsewhere, or with overwrite=True")
         config = {"model": type(self).__name__, **self.config}
         with replaced_atomically(folder / "model.safetensors") as temporary:
             temporary.write_bytes(serialized(self.state_dict(), {"config": json.dumps(config, sort_keys=True)}))

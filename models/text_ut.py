@@ -24,8 +24,6 @@ from cdt_fast.ops.common import (
     without_padding,
 )
 
-_NAMES = ("classes", "layers", "width", "tied", "scale")
-
 
 class TextUT(PretrainedModel):
     """A classifier of texts whose every layer refines the tokens, and whose every depth is read by one linear layer.
@@ -94,7 +92,8 @@ class TextUT(PretrainedModel):
     def config(self) -> dict[str, Any]:
         """Return the constructor's arguments, with the size of the embeddings, whose values are among the weights."""
         size = [self.embedding.num_embeddings, self.embedding.embedding_dim]
-        return {"embedding": size, **{name: getattr(self, name) for name in _NAMES}}
+        names = ("classes", "layers", "width", "tied", "scale")
+        return {"embedding": size, **{name: getattr(self, name) for name in names}}
 
     def get_input_embeddings(self) -> nn.Embedding:
         """Return the word embeddings, under the name that transformers' models have for them."""
@@ -195,8 +194,7 @@ class TextUT(PretrainedModel):
 
 
 def _check_range(numbers: Tensor, least: int, most: int, message: str) -> None:
-    """Require integers within a range, where they can be looked at without a host sync; `message` has a place for one
-    that is not."""
+    """Require integers within a range, on the CPU, where that is no host sync; `message` has a place for one."""
     if numbers.device.type == "cpu" and numbers.numel():
         for number in (int(numbers.min()), int(numbers.max())):
             if not least <= number <= most:
@@ -225,14 +223,11 @@ def _embedding(given: Any) -> nn.Embedding:
     if isinstance(given, Tensor) and given.is_floating_point() and given.dim() == 2 and given.numel():
         return nn.Embedding.from_pretrained(given.detach().clone().contiguous(), freeze=False)
     if not isinstance(given, Sequence) or isinstance(given, str) or len(given) != 2:
-        raise InputError(
-            "embedding must be (vocabulary, width) or a floating-point tensor [vocabulary, width], got "
-            f"{describe(given)}"
-        )
+        expected = "(vocabulary, width) or a floating-point tensor [vocabulary, width]"
+        raise InputError(f"embedding must be {expected}, got {describe(given)}")
     vocabulary = check_integer("embedding[0], the vocabulary,", given[0], 1)
     width = check_integer("embedding[1], the width,", given[1], 1)
     embedding = nn.Embedding(vocabulary, width)
-    # Tokens of norm one: from torch's N(0, 1) the scores are about d on the diagonal, and the attention is the
-    # identity from the start.
+    # Tokens of norm one: from torch's N(0, 1) the attention would be the identity from the start.
     nn.init.normal_(embedding.weight, std=width**-0.5)
     return embedding

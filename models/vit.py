@@ -73,8 +73,7 @@ class DenoisingViT(PretrainedModel):
             raise InputError(f"patch_size must be a square number (pixels of a patch), got {patch_size!r}")
         if not isinstance(grid, Sequence) or isinstance(grid, str) or len(grid) != 2:
             raise InputError(f"grid must be (rows, columns) of patches, got {grid!r}")
-        rows, columns = zip(("grid[0], the rows,", "grid[1], the columns,"), grid, strict=True)
-        self.grid = check_integer(*rows, 1), check_integer(*columns, 1)
+        self.grid = check_integer("grid[0], the rows,", grid[0], 1), check_integer("grid[1], the columns,", grid[1], 1)
         self.layers = check_integer("layers", layers, 1)
         self.width, self.heads = check_integer("width", width, 1), check_integer("heads", heads, 1)
         if self.width % self.heads:

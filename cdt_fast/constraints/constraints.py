@@ -331,9 +331,8 @@ class DescentConstraints(nn.Module):
         saved = self.saved_settings(state, prefix)
         for name, here in self.get_extra_state().items():
             if name != "recorded" and saved.get(name) != here:
-                raise InputError(
-                    f"the saved state has {name} = {saved.get(name)}; expected {here}, as constructed here"
-                )
+                expected = f"{here}, as constructed here"
+                raise InputError(f"the saved state has {name} = {saved.get(name)}; expected {expected}")
 
 
 def _words(value: Any) -> float | str | bool:

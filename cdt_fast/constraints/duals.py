@@ -13,8 +13,7 @@ from cdt_fast.constraints.presets import DUAL_LR, OTHER_DUAL_LR, DescentOptions,
 
 # As in torch.optim.Adam: it keeps the step finite where the gradient has always been zero.
 ADAM_EPSILON = 1e-8
-# A slack closes a tenth of its distance to λ/β a step, faster than a multiplier moves at the default dual_lr, so that
-# the pair does not oscillate.
+# A slack closes a tenth of its distance to λ/β a step, faster than a multiplier moves: the pair does not oscillate.
 SLACK_RELAXATION = 0.1
 
 
@@ -34,12 +33,9 @@ class DualVariables(nn.Module):
         self.resilience = check_choice("resilience", options.resilience, (*get_args(Resilience), None))
         self.slack_cost = check_positive("slack_cost", options.slack_cost)
         if self.resilience == "decay" and self.betas is None and self.dual_lr >= 2 * self.slack_cost:
-            raise InputError(
-                f"dual_lr is {self.dual_lr!r}; expected less than 2 × slack_cost = {2 * self.slack_cost:g} "
-                'with resilience="decay", or each step of the decay overshoots by more than the last'
-            )
-        # The rows of Adam: both moments, and the updates of each constraint. One that becomes active late, or an update
-        # that was skipped, must not count as a gradient of zero: the bias correction would be wrong.
+            expected = f'less than 2 × slack_cost = {2 * self.slack_cost:g} with resilience="decay" and ascent'
+            raise InputError(f"dual_lr is {self.dual_lr!r}; expected {expected}, or the decay overshoots")
+        # Adam's rows are its moments and the updates of each constraint: a late or skipped one has had fewer.
         self.state = nn.Buffer(torch.zeros(2 if self.betas is None else 5, size, dtype=torch.float64))
         self.skipped_updates = nn.Buffer(torch.zeros((), dtype=torch.int64))
 

@@ -19,16 +19,11 @@ ReferenceMode = Literal["constraint", "anchor"]
 PaperPreset = Literal["paper-dust", "paper-ut", "paper-vit", "paper-text-ut", "paper-encoder", "paper-llama"]
 Preset = Literal["video", "text", "lm", "safe", PaperPreset]
 
-# reference="auto": ε₀ is the mean of ℓ_0 over this many measurements. Few, so that it describes the untrained network;
-# more than one, so that a single odd batch does not set the bound for the whole run.
+# reference="auto": ε₀ is the mean of ℓ_0 over this many measurements: of the untrained network, and not of one batch.
 REFERENCE_MEASUREMENTS = 20
 
-# rate, margin: every layer lowers the loss, in training by a little more than is asked for. Where each has to remove a
-# tenth, the last layers of a pretrained encoder learn their texts by heart (docs/results.md).
-
-# dual_lr=None: what Adam moves a multiplier by, whatever the violation, where the last loss is the objective, and what
-# all else has. Where it is large, the first third of a training, in which every bound is missed, shapes the network for
-# good; but beside the weights of other objectives, of the order of 1 / loss, a small one is nothing.
+# dual_lr=None: Adam's rate where the last loss is the objective (a large one lets early misses shape the network for
+# good), and all others' (beside the weights of other objectives, of the order of 1 / loss, a small one is nothing).
 DUAL_LR, OTHER_DUAL_LR = 0.002, 0.05
 
 
@@ -36,7 +31,7 @@ DUAL_LR, OTHER_DUAL_LR = 0.002, 0.05
 class DescentOptions:
     """The options of `cdt_fast.DescentConstraints`, which says what they mean, with their defaults."""
 
-    rate: float | Sequence[float] | None = 0.01
+    rate: float | Sequence[float] | None = 0.01  # of 0.1 an encoder's last layers overfit (docs/results.md)
     reference: float | Literal["auto"] | None = "auto"
     objective: ObjectiveName = "last"
     coefficients: Sequence[float] | None = None
@@ -64,8 +59,7 @@ class PaperRow(NamedTuple):
     pretrained: str  # the setting of [model] that has to name a pretrained network, or ""
 
 
-# The paper trains both sides with Adam, on raw violations. Its tables have no dual rate, and no slack cost for video or
-# language models: these are choices of ours.
+# Both sides by Adam, on raw violations. The dual rate, and the slack cost of video and language models, are our choice.
 _PAPER: dict[str, Any] = {"objective": "last", "coupling": "chain", "normalize": False, "margin": 0.0} | {
     "betas": (0.9, 0.999),
     "dual_lr": 0.05,
@@ -73,8 +67,7 @@ _PAPER: dict[str, Any] = {"objective": "last", "coupling": "chain", "normalize":
 }
 # Gray frames of 160 x 160, patches of 16 x 16, windows of 20 frames; a network for one noise level.
 _FRAMES = {"frames": "resized", "window": 20, "size": 160, "patch": 16, "patch_frames": 1}
-# Of the 3, 5 and 7 layers in the tables, 7: the longest chain is what the constraints are for. One dictionary for all
-# layers (tied) only when unconstrained.
+# Of 3, 5 and 7 layers in the tables, 7, the longest chain. One dictionary for all (tied) only when unconstrained.
 _UNROLLED = {"layers": 7, "code_size": 1024, "tied": None, "scale": 1.0}
 
 

@@ -123,10 +123,8 @@ def load_instructions(settings: LanguageSettings) -> Splits:
         raise InputError(f"{source}: holds no instruction with an answer")
     first, more = (max(1, round(share * len(instructions))) for share in shares)
     if first + more >= len(instructions):
-        raise InputError(
-            f"{source}: has {len(instructions):,} with an answer; {first:,} for --validation and {more:,} for --test "
-            "leave none to train on"
-        )
+        held_out = f"{first:,} for --validation and {more:,} for --test leave none to train on"
+        raise InputError(f"{source}: has {len(instructions):,} with an answer; {held_out}")
     taken, rest = instructions[: first + more], instructions[first + more :]
     return Splits(rest, taken[:first], taken[first:], len(every) - len(instructions))
 
@@ -224,8 +222,7 @@ def read_imdb(folder: Path) -> TextData:
 
 
 def _labeled(source: Path, rows: Iterable[Row], columns: tuple[str, str, str | None]) -> TextData:
-    """Return texts, with `<br />` as a space, and classes, in order of numbers or the alphabet, from the columns of
-    text, class and second text."""
+    """Return texts, with `<br />` as a space, and classes in order, from the columns of text, class and second text."""
     text, label, second = columns
     advice = "; `cdt-fast train text` takes others by --text-column, --label-column and --second-column"
     texts: dict[str, list[str]] = {column: [] for column in (text, second) if column}

@@ -81,21 +81,17 @@ class UnrolledNetwork(_Network):
 
 
 class PretrainedNetwork(_Network):
-    """A classifier or causal language model of transformers, with layer losses attached, and its tokenizer; `taps`,
-    which end with the last depth, and `options` are as in `attach_layer_losses`."""
+    """A transformers model with layer losses attached at `taps`, which end with the last depth, and its tokenizer."""
 
     def __init__(self, model: Any, tokenizer: Any, taps: Sequence[int] | None = None, **options: Any) -> None:
         self.handle = attach_layer_losses(model, taps, **options)
         if self.handle.reads_tokens and not self.handle.shifts_labels:
-            raise InputError(
-                f"{type(model).__name__}: takes the label of a token as its own target, and the labels of "
-                "instructions are those of the next; choose a causal language model that shifts them"
-            )
+            advice = "choose a causal language model that shifts them, as instructions need"
+            raise InputError(f"{type(model).__name__}: takes the label of a token as its own target; {advice}")
         super().__init__(model, tokenizer, self.handle.num_constraints)
         if self.handle.taps[-1] != self.handle.layers or self.layers < 1:
-            raise InputError(
-                f"[model] taps must be at least two depths that end with the last, {self.handle.layers}, got {taps}"
-            )
+            expected = f"at least two depths that end with the last, {self.handle.layers}"
+            raise InputError(f"[model] taps must be {expected}, got {taps}")
 
     def losses(self, inputs: Tensor, targets: Tensor, weights: Weights) -> tuple[Tensor, ...]:
         """Return `(total, per_depth)`: the mean losses of the depths `[L+1]`, and their weighted sum."""

@@ -74,14 +74,10 @@ def attach_layer_losses(
         raise InputError(f"this {name} has layer losses already: use that handle, or call its remove() first")
     fraction = check_number("inner_fraction", inner_fraction, "a number in (0, 1]", lambda number: 0 < number <= 1)
     if fraction < 1 and not layout.reads_tokens:
-        raise InputError(
-            f"inner_fraction must be 1 for a classifier, got {inner_fraction}: it reads one row a sequence"
-        )
+        raise InputError(f"inner_fraction must be 1 for a classifier, got {inner_fraction}")
     pooling = check_choice("inner_pooling", inner_pooling, get_args(InnerPooling))
     if pooling != "own" and layout.reads_tokens:
-        raise InputError(
-            f"inner_pooling must be 'own' for a causal language model, got {pooling!r}: it reads every token"
-        )
+        raise InputError(f"inner_pooling must be 'own' for a causal language model, got {pooling!r}")
     return LayerLosses(layout, _check_taps(taps, len(layout.layers)), fraction, pooling)
 
 
@@ -136,9 +132,7 @@ class LayerLosses:
         """Run in the place of the model's forward."""
         kwargs.update(zip(self._wrapped.names, args, strict=False))
         if "depth_weights" in kwargs:  # transformers' **kwargs would swallow it
-            raise InputError(
-                "a forward takes no depth_weights: set weights on the handle of attach_layer_losses before it"
-            )
+            raise InputError("a forward takes no depth_weights: set weights on the handle of attach_layer_losses")
         reads_logits = kwargs.pop(_READS_LOGITS, False)
         if not reads_logits and kwargs.get("labels") is None and kwargs.get("shift_labels") is None:
             return self._wrapped.original(**kwargs)
@@ -239,8 +233,6 @@ def _check_taps(taps: Sequence[int] | None, layers: int) -> tuple[int, ...]:
     except (TypeError, IndexError):
         depths = []
     if not depths or any(first >= second for first, second in itertools.pairwise(depths)):
-        raise InputError(
-            f"taps must be a list of increasing depths between 0 and {layers}, the number of layers, or from -1 to "
-            f"{-layers - 1}, counted from the last; or None for all; got {taps!r}"
-        )
+        expected = f"a list of increasing depths between 0 and {layers} (-1 is the last), or None for all"
+        raise InputError(f"taps must be {expected}, got {taps!r}")
     return tuple(depths)

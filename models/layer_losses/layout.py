@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from cdt_fast.checks import InputError
+from cdt_fast.ops.common import describe
 
 # Endings of class names, and whether such a model reads tokens.
 _CLASSIFIERS, _LANGUAGE_MODELS = ("ForSequenceClassification", "ForImageClassification"), ("ForCausalLM", "LMHeadModel")
 _ENDINGS = dict.fromkeys(_CLASSIFIERS, False) | dict.fromkeys(_LANGUAGE_MODELS, True)
-# What may stand between the last layer and the head: a norm, then a projection. That nothing else stands there is
-# checked with values, in the first forward.
+# What may stand between the last layer and the head: a norm, then a projection. The first forward checks it by values.
 _NORMS = (
     *("norm", "ln_f", "final_layer_norm", "final_layernorm", "norm_f", "final_norm", "layernorm", "layer_norm"),
     *("ln", "LayerNorm", "output_layernorm", "embedding_norm", "emb_layer_norm_after", "out_norm"),
@@ -211,14 +211,10 @@ def outputs_of(linear: nn.Module) -> int:
 def weight_and_bias(linear: Any) -> tuple[Tensor, Tensor | None]:
     """Return weight `[V, d]` and bias `[V]` of a linear map, differentiable and gathered where they are sharded."""
     if hasattr(linear, "base_layer"):
-        raise InputError(
-            "the head must have no adapter, as all depths share its weight: leave it out of target_modules, or train "
-            "a copy of it with modules_to_save"
-        )
+        remedy = "leave it out of target_modules, or train a copy of it with modules_to_save"
+        raise InputError(f"the head must have no adapter, as all depths share its weight: {remedy}")
     weight, bias = (p.full_tensor() if hasattr(p, "full_tensor") else p for p in (linear.weight, linear.bias))
     if not weight.is_floating_point() or weight.dim() != 2:
-        raise InputError(
-            f"the head's weight must be a floating-point matrix, got {tuple(weight.shape)} {weight.dtype} in "
-            f"{type(linear).__name__}: leave the head out of the quantization"
-        )
+        given = f"{describe(weight)} in {type(linear).__name__}"
+        raise InputError(f"the head's weight must be a floating-point matrix, got {given}: do not quantize the head")
     return weight, bias

@@ -57,8 +57,7 @@ def with_fields(output: Any, **fields: Any) -> Any:
     """Return a copy of `output`, an instance of its class, that holds `fields` too; None leaves a field out."""
     kind = type(output)
     if kind not in _KINDS:
-        # A class of its own, as the nodes that torch knows (FSDP2 and DDP take outputs apart and put them together
-        # again) have the fields of their class alone.
+        # A class of its own: FSDP2 and DDP take outputs apart and rebuild them with the fields of their class alone.
         own = [(name, Any, field(default=None)) for name in _FIELDS]
         _KINDS[kind] = make_dataclass(kind.__name__, own, bases=(kind,), namespace={"__module__": kind.__module__})
     return _KINDS[kind](**{**output, **fields})

@@ -47,8 +47,7 @@ class DepthReader:
             handle.remove()
 
     def _note(self, depth: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # In the backward a checkpointed layer runs again, and is not noted. The final norm may run on the embeddings
-        # first: the state before the head is the input of its last call.
+        # A checkpointed layer runs again in the backward, unnoted; of the final norm the last call is the head's.
         if self._states is not None and (depth == self.last or depth not in self._states):
             self._states[depth] = state_of(args, kwargs)
 
