@@ -91,7 +91,7 @@ def _reason(error: Exception) -> dict[str, str]:
 
 
 def checked(candidate: Implementation, formula: Step, tolerance: float) -> tuple[Step, float]:
-    """Run an implementation once; returns its step, and by how much it differs from the formula, if by rounding."""
+    """Run an implementation once; returns its step and difference from the formula, `Refused` beyond rounding."""
     step = candidate.prepare()
     difference = disagreement(step(), formula())
     if not difference <= tolerance:

@@ -194,7 +194,7 @@ class TextUT(PretrainedModel):
 
 
 def _check_range(numbers: Tensor, least: int, most: int, message: str) -> None:
-    """Require integers within a range, on the CPU, where that is no host sync; `message` has a place for one."""
+    """Require integers within a range on the CPU (a GPU would be waited for); `message` has a place for a wrong one."""
     if numbers.device.type == "cpu" and numbers.numel():
         for number in (int(numbers.min()), int(numbers.max())):
             if not least <= number <= most:

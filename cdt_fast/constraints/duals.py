@@ -35,7 +35,7 @@ class DualVariables(nn.Module):
         if self.resilience == "decay" and self.betas is None and self.dual_lr >= 2 * self.slack_cost:
             expected = f'less than 2 × slack_cost = {2 * self.slack_cost:g} with resilience="decay" and ascent'
             raise InputError(f"dual_lr is {self.dual_lr!r}; expected {expected}, or the decay overshoots")
-        # Adam's rows are its moments and the updates of each constraint: a late or skipped one has had fewer.
+        # Adam's rows: both moments, and the number of updates of each constraint, as some start late or are skipped.
         self.state = nn.Buffer(torch.zeros(2 if self.betas is None else 5, size, dtype=torch.float64))
         self.skipped_updates = nn.Buffer(torch.zeros((), dtype=torch.int64))
 

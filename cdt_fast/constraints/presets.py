@@ -22,8 +22,8 @@ Preset = Literal["video", "text", "lm", "safe", PaperPreset]
 # reference="auto": ε₀ is the mean of ℓ_0 over this many measurements: of the untrained network, and not of one batch.
 REFERENCE_MEASUREMENTS = 20
 
-# dual_lr=None: Adam's rate where the last loss is the objective (a large one lets early misses shape the network for
-# good), and all others' (beside the weights of other objectives, of the order of 1 / loss, a small one is nothing).
+# dual_lr=None: the first with Adam and the objective "last", where a larger rate lets early misses shape the network
+# for good; else the second: beside the weights of other objectives (about 1 / loss) a smaller one does nothing.
 DUAL_LR, OTHER_DUAL_LR = 0.002, 0.05
 
 
@@ -31,7 +31,7 @@ DUAL_LR, OTHER_DUAL_LR = 0.002, 0.05
 class DescentOptions:
     """The options of `cdt_fast.DescentConstraints`, which says what they mean, with their defaults."""
 
-    rate: float | Sequence[float] | None = 0.01  # of 0.1 an encoder's last layers overfit (docs/results.md)
+    rate: float | Sequence[float] | None = 0.01  # at 0.1 an encoder's last layers overfit (docs/results.md)
     reference: float | Literal["auto"] | None = "auto"
     objective: ObjectiveName = "last"
     coefficients: Sequence[float] | None = None
