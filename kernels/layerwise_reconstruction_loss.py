@@ -95,7 +95,7 @@ def reconstruction_backward_kernel(
 def forward(
     reconstructions: Sequence[Tensor], target: Tensor, padding: Tensor | None, blocks: Mapping[str, Any]
 ) -> Tensor:
-    """`[depths]` float32: the squared errors of each depth, summed over everything that is not padding.
+    """Return `[depths]` float32: the squared errors of each depth, summed over everything that is not padding.
 
     All tensors are contiguous, of any dtype each.
     """
@@ -121,31 +121,27 @@ def backward(
     padding: Tensor | None,
     factors: Tensor,
     needs: Sequence[bool],
-    needs_target: bool,
     blocks: Mapping[str, Any],
 ) -> list[Tensor]:
-    """The gradients of the depths that are needed, and after them that of the target if it is needed.
+    """Return the gradients that are needed, of the depths and last of the target.
 
     All tensors are contiguous, of any dtype each. The factors are `[depths]` float32, `2 dℓ_l / tokens`; a depth whose
     factor is 0 gets a gradient of zeros.
     """
-    gradients = [
-        torch.empty_like(depth) if needed else depth for depth, needed in zip(reconstructions, needs, strict=True)
-    ]
-    grad_target = torch.empty_like(target) if needs_target else None
+    tensors = [*reconstructions, target]
+    gradients = [torch.empty_like(tensor) if needed else tensor for tensor, needed in zip(tensors, needs, strict=True)]
     programs = triton.cdiv(target.numel(), blocks["COLUMNS"])
     if programs:
         reconstruction_backward_kernel[(programs,)](
             tuple(reconstructions),
-            tuple(gradients),
+            tuple(gradients[:-1]),
             target,
             None if padding is None else padding.view(torch.uint8),
             factors,
-            grad_target,
+            gradients[-1] if needs[-1] else None,
             *(target.numel(), target.shape[-1]),
             DEPTHS=len(reconstructions),
-            WRITTEN=sum(1 << depth for depth, needed in enumerate(needs) if needed),
+            WRITTEN=sum(1 << depth for depth, needed in enumerate(needs[:-1]) if needed),
             **blocks,
         )
-    found = list(itertools.compress(gradients, needs))
-    return found if grad_target is None else [*found, grad_target]
+    return list(itertools.compress(gradients, needs))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import inspect
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -84,7 +85,7 @@ def _constant(function: Function) -> Function:
 
 
 def interpreting() -> bool:
-    """Whether kernels run on the CPU in Triton's interpreter (`TRITON_INTERPRET=1` when Triton was first imported)."""
+    """Return whether kernels run on the CPU in Triton's interpreter (`TRITON_INTERPRET=1` at Triton's import)."""
     from triton import knobs
 
     return bool(knobs.runtime.interpret)
@@ -92,7 +93,7 @@ def interpreting() -> bool:
 
 @functools.cache
 def unavailable_reason() -> str | None:
-    """Why no kernel can run on this machine, or None if kernels can run."""
+    """Return why no kernel can run on this machine, or None if kernels can run."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed: pip install triton"
     import triton
@@ -110,7 +111,7 @@ def unavailable_reason() -> str | None:
 
 @_constant
 def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why no kernel can run on tensors of this device and dtype, or None if kernels can run."""
+    """Return why no kernel can run on tensors of this device and dtype, or None if kernels can run."""
     reason = unavailable_reason()
     if reason is not None:
         return reason
@@ -125,26 +126,26 @@ def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
     spec = spec_of(device)
     if spec.capability >= 80 and spec.shared_memory >= SMALLEST.shared_memory:
         return None
-    name, kib, needed = (torch.cuda.get_device_name(device), spec.shared_memory // 1024, SMALLEST.shared_memory // 1024)
-    found = f"compute capability {spec.capability / 10} and {kib} KiB of shared memory a block"
-    return f"{name} has {found}; 8.0 and {needed} are needed"
+    found = f"compute capability {spec.capability / 10} and {spec.shared_memory // 1024} KiB of shared memory a block"
+    needed = SMALLEST.shared_memory // 1024
+    return f"{torch.cuda.get_device_name(device)} has {found}; 8.0 and {needed} are needed"
 
 
 @functools.cache
 def spec_of(device: torch.device) -> GpuSpec:
-    """The limits of the GPU `device`."""
+    """Return the limits of the GPU `device`."""
     properties = torch.cuda.get_device_properties(device)
     capability = 10 * properties.major + properties.minor
     return GpuSpec(capability, properties.shared_memory_per_block_optin, properties.multi_processor_count)
 
 
 def card_of(tensor: Tensor) -> GpuSpec:
-    """The GPU that the tensor is on; in Triton's interpreter an RTX 3090, whose blocks are the smallest."""
+    """Return the GPU that the tensor is on; in Triton's interpreter an RTX 3090, whose blocks are the smallest."""
     return SMALLEST if interpreting() else spec_of(tensor.device)
 
 
 def blocks_for(table: BlockTable, tensor: Tensor, size: int = 0, multiplies: bool = True) -> dict[str, Any]:
-    """The block shape and launch options of a kernel for tensors like `tensor`, on the GPU that it is on.
+    """Return the block shape and launch options of a kernel for tensors like `tensor`, on the GPU that it is on.
 
     Raises:
         ValueError: no block holds `size`.
@@ -160,7 +161,7 @@ def blocks_for(table: BlockTable, tensor: Tensor, size: int = 0, multiplies: boo
 
 
 def dot_precision(dtype: torch.dtype) -> str:
-    """`input_precision` of a product of tiles: TF32 for float32 if torch's own setting allows it, else IEEE."""
+    """Return the `input_precision` of a product of tiles: TF32 for float32 if torch's setting allows it, else IEEE."""
     if dtype != torch.float32:
         return "ieee"
     # torch 2.9 has a setting of its own for it, and refuses the older question once that one has been set.
@@ -171,7 +172,7 @@ def dot_precision(dtype: torch.dtype) -> str:
 
 @_constant
 def without_tensor_cores(dtype: torch.dtype) -> bool:
-    """Whether the kernels would multiply numbers of this dtype one by one: float32, if torch's setting forbids TF32."""
+    """Return whether kernels multiply this dtype without tensor cores: float32, if torch's setting forbids TF32."""
     return dtype == torch.float32 and dot_precision(dtype) == "ieee" and not interpreting()
 
 
@@ -232,22 +233,20 @@ def choose_backend(op: str, *tensors: Tensor, multiplies: bool = False) -> Backe
 
 
 @contextlib.contextmanager
-def or_plain_torch(op: str) -> Iterator[None]:
-    """Around the kernels of `op`: if the compiler refuses one, go on behind the block, where plain torch stands.
+def kernels_of(op: str) -> Iterator[Any]:
+    """Give the module with the kernels of `op`: if the compiler refuses one, go on behind the block, in plain torch.
 
     Plain torch replaces them from now on, with one warning. Any other error, and every error under "triton", is raised.
     """
-
     try:
-        yield
+        yield importlib.import_module(f"cdt_fast.kernels.{op}")
     except Exception as error:
         if _setting == "triton" or interpreting() or not _from_the_compiler(error):
             raise
         if op not in _disabled:
             _disabled.add(op)
             reason = next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), "")
-            told = f"{op} runs on plain torch from now on: its kernel failed: {reason}"
-            warnings.warn(told, RuntimeWarning, stacklevel=3)
+            warnings.warn(f"{op} runs on plain torch from now on: its kernel failed: {reason}", RuntimeWarning, 3)
 
 
 def _from_the_compiler(error: BaseException) -> bool:
@@ -259,7 +258,7 @@ def _from_the_compiler(error: BaseException) -> bool:
 
 
 def explain() -> str:
-    """Which implementation runs now, and why, in one line."""
+    """Return which implementation runs now, and why, in one line."""
     if _setting == "torch":
         return "torch (chosen by use_backend)"
     reason = unavailable_reason()
@@ -280,7 +279,7 @@ def explain() -> str:
 
 
 def is_plain_eager(*tensors: Tensor | None) -> bool:
-    """Whether only autograd observes the call: no compiler, no dispatch mode, no subclass of Tensor.
+    """Return whether only autograd observes the call: no compiler, no dispatch mode, no subclass of Tensor.
 
     An op then skips torch's dispatcher, which takes several times as long as the rest of a call.
     """
@@ -316,7 +315,7 @@ def _is_transformed(tensor: Tensor) -> bool:
 
 
 def caller(direct: Any, operator: Any, *tensors: Tensor | None) -> Callable[..., Any]:
-    """How an op runs on these tensors: by its autograd function, without a gradient by its forward, or as operator."""
+    """Return the way to run an op on these tensors: autograd function, forward without a gradient, or operator."""
     if not is_plain_eager(*tensors):
         return operator
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors if tensor is not None):
@@ -324,22 +323,43 @@ def caller(direct: Any, operator: Any, *tensors: Tensor | None) -> Callable[...,
     return direct.forward
 
 
-def define(name: str, schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """Define the operator `torch.ops.cdt_fast.<name>` with the shapes that `fake` makes of tensors without values."""
+def define(name: str, function: Callable[..., Any], fake: Callable[..., Any], schema: str | None = None) -> Any:
+    """Define the operator `torch.ops.cdt_fast.<name>` with the shapes that `fake` makes of tensors without values.
+
+    Without a schema it is that of the annotations of `function`, which are strings.
+    """
+    if schema is None:
+        signature = inspect.signature(function)
+        arguments = ", ".join(f"{parameter.annotation} {name}" for name, parameter in signature.parameters.items())
+        schema = f"({arguments}) -> {signature.return_annotation}"
+        for pattern, replacement in _SCHEMA_TYPES:
+            schema = re.sub(pattern, replacement, schema)
     operator = torch.library.custom_op(f"cdt_fast::{name}", function, mutates_args=(), schema=schema)
     operator.register_fake(fake)
     return operator
 
 
-def differentiable(
-    name: str, schema: str, forward: Any, fake: Callable[..., Any], setup_context: Any, backward: Any
-) -> tuple[Any, Any]:
-    """Make an op that can be differentiated once: its autograd function, and its operator as in `define`."""
-    backward = once_differentiable(name)(backward)
-    methods = {"forward": forward, "setup_context": setup_context, "backward": backward}
+_SCHEMA_TYPES = (
+    *((r"common\.\w+", "str"), (r"torch\.dtype", "ScalarType"), (r" \| None", "?")),
+    *((r"list\[(\w+)\]", r"\1[]"), (r"tuple\[(.*)\]$", r"(\1)")),
+)
+
+
+def differentiable(name: str, forward: Any, fake: Any, setup_context: Any, backward: Any) -> tuple[Any, Any]:
+    """Make an op that can be differentiated once: its autograd function, and its operator as in `define`.
+
+    `backward` is called with at least one gradient, and returns those of the first inputs.
+    """
+
+    @once_differentiable(name)
+    def whole_backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        found = () if all(grad is None for grad in grads) else tuple(backward(ctx, *grads))
+        return found + (None,) * (len(ctx.needs_input_grad) - len(found))
+
+    methods = {"forward": forward, "setup_context": setup_context, "backward": whole_backward}
     direct = type(name, (torch.autograd.Function,), {name: staticmethod(method) for name, method in methods.items()})
-    operator = define(name, schema, forward, fake)
-    operator.register_autograd(backward, setup_context=setup_context)
+    operator = define(name, forward, fake)
+    operator.register_autograd(whole_backward, setup_context=setup_context)
     return direct, operator
 
 
@@ -375,7 +395,7 @@ class _Once(torch.autograd.Function):
 
 
 def in_autocast(tensor: Tensor) -> bool:
-    """Whether autocast is on for the device of the tensor."""
+    """Return whether autocast is on for the device of the tensor."""
     kind = tensor.device.type
     return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
@@ -391,19 +411,16 @@ def outside_autocast(function: Function) -> Function:
     @functools.wraps(function)
     def call(first: Any, *arguments: Any) -> Any:
         tensor = first if isinstance(first, Tensor) else first[0]
-        if tensor.is_cuda:
-            with torch.cuda.device(tensor.device), without_autocast(tensor):
-                return function(first, *arguments)
-        if in_autocast(tensor):
-            with without_autocast(tensor):
-                return function(first, *arguments)
-        return function(first, *arguments)
+        if not tensor.is_cuda and not in_autocast(tensor):
+            return function(first, *arguments)
+        with torch.cuda.device_of(tensor), without_autocast(tensor):
+            return function(first, *arguments)
 
     return call  # type: ignore[return-value]
 
 
 def compute_dtype(tensor: Tensor) -> torch.dtype:
-    """The dtype that products run in: autocast's if it is on, else that of `tensor`."""
+    """Return the dtype that products run in: autocast's if it is on, else that of `tensor`."""
     if tensor.dtype != torch.float64 and in_autocast(tensor):
         return torch.get_autocast_dtype(tensor.device.type)
     return tensor.dtype
@@ -510,7 +527,7 @@ def check_depths(name: str, tensors: Any, shape: tuple[int, ...] | None, layout:
 
 
 def weights_of_depths(depth_weights: Tensor | Sequence[float] | None, depths: int) -> Tensor | None:
-    """The weights of the depths as a tensor `[depths]`, or None without weights."""
+    """Return the weights of the depths as a tensor `[depths]`, or None without weights."""
     if depth_weights is None:
         return None
     try:
@@ -524,12 +541,12 @@ def weights_of_depths(depth_weights: Tensor | Sequence[float] | None, depths: in
 
 
 def zero_weight_mask(factors: Tensor) -> list[bool]:
-    """Which of the factors are known to be zero; on a GPU none is known, as the host does not wait for it."""
+    """Return which factors are known to be zero; on a GPU none is known, as the host does not wait for it."""
     return (factors == 0).tolist() if factors.device.type == "cpu" else [False] * len(factors)
 
 
 def detach_zero_weighted(tensors: Sequence[Tensor], weights: Tensor | None) -> list[Tensor]:
-    """The same list with the depths whose weight is known to be zero detached, so that they get no gradient at all.
+    """Detach the depths whose weight is known to be zero, so that they get no gradient at all.
 
     Under torch.compile the weights have no values yet; there such a depth gets a gradient of zeros.
     """
@@ -543,12 +560,12 @@ def detach_zero_weighted(tensors: Sequence[Tensor], weights: Tensor | None) -> l
 
 
 def rows_of(tokens: Tensor) -> Tensor:
-    """`[..., width]` → `[rows, width]`, also where the width is 0 (and `reshape(-1, 0)` is ambiguous)."""
+    """Reshape `[..., width]` to `[rows, width]`, also where the width is 0 (and `reshape(-1, 0)` is ambiguous)."""
     return tokens.reshape(tokens.shape[:-1].numel(), tokens.shape[-1])
 
 
 def sequences(tokens: Tensor, dtype: torch.dtype) -> Tensor:
-    """`[..., T, width]` → contiguous `[B, T, width]` of `dtype`, also where a size is 0 (and -1 is ambiguous)."""
+    """Turn `[..., T, width]` into contiguous `[B, T, width]` of `dtype`, also where a size is 0 (-1 is ambiguous)."""
     if tokens.dim() == 3 and tokens.dtype == dtype and tokens.is_contiguous():
         return tokens
     *leading, count, width = tokens.shape
@@ -556,26 +573,26 @@ def sequences(tokens: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def length_of_each(lengths: Tensor | None) -> Tensor | None:
-    """`[...]` → contiguous `[B]` of at least int32: fewer bits may not hold the number of tokens to compare with."""
+    """Turn `[...]` into contiguous `[B]` of at least int32: fewer bits may not hold the number of tokens."""
     if lengths is None:
         return None
     return lengths.to(torch.promote_types(lengths.dtype, torch.int32)).reshape(-1).contiguous()
 
 
 def padding_mask(lengths: Tensor | None, tokens: Tensor) -> Tensor | None:
-    """`[..., T]`, true at the tokens of `tokens` `[..., T, width]` that are padding, or None without lengths."""
+    """Return `[..., T]`, true at the padding of `tokens` `[..., T, width]`, or None without lengths."""
     if lengths is None:
         return None
     return torch.arange(tokens.shape[-2], device=tokens.device) >= lengths.unsqueeze(-1)
 
 
 def without_padding(tokens: Tensor, padding: Tensor | None) -> Tensor:
-    """`tokens` with zeros at the padding, so that whatever stands there (NaN too) reaches no result and no gradient."""
+    """Copy `tokens` with zeros at the padding: whatever stands there, NaN too, reaches no result and no gradient."""
     return tokens if padding is None else clear_padding_(tokens.clone(memory_format=torch.contiguous_format), padding)
 
 
 def clear_padding_(tokens: Tensor, padding: Tensor | None) -> Tensor:
-    """`without_padding` in place, for contiguous tokens."""
+    """Do as `without_padding`, in place, for contiguous tokens."""
     if padding is None or tokens.device.type != "cpu" or not is_plain_eager(tokens):
         return tokens if padding is None else tokens.masked_fill_(padding.unsqueeze(-1), 0.0)
     # A broadcast mask is looked up number by number, at five times the cost of a copy.
@@ -587,12 +604,12 @@ def clear_padding_(tokens: Tensor, padding: Tensor | None) -> Tensor:
 
 
 def effective_nonlinearity(nonlinearity: Nonlinearity, threshold: float) -> Nonlinearity:
-    """The nonlinearity that runs: "identity" for `S_0` and `T_0`."""
+    """Return the nonlinearity that runs: "identity" for `S_0` and `T_0`."""
     return "identity" if nonlinearity in ("soft_threshold", "hard_threshold") and threshold == 0.0 else nonlinearity
 
 
 def shrink_reference(x: Tensor, threshold: float | Tensor, nonlinearity: str) -> Tensor:
-    """The formula of a layer's nonlinearity: `S_θ`, `T_θ(x) = x [|x| > θ]`, ReLU, or nothing at all."""
+    """Apply the formula of a layer's nonlinearity: `S_θ`, `T_θ(x) = x [|x| > θ]`, ReLU, or nothing at all."""
     if nonlinearity == "soft_threshold":
         shrunk = torch.sign(x) * torch.relu(torch.abs(x) - threshold)
         # torch differentiates sign and |x| at 0 to 0; S_0 is the identity, whose gradient there is 1.
@@ -614,7 +631,7 @@ def shrink_(x: Tensor, threshold: float, nonlinearity: Nonlinearity) -> Tensor:
 def shrink_backward(
     grad_output: Tensor, output: Tensor, nonlinearity: Nonlinearity, out: Tensor | None = None
 ) -> Tensor:
-    """The gradient through `shrink_`, from the output alone: it passes where output ≠ 0.
+    """Return the gradient through `shrink_`, from the output alone: it passes where output ≠ 0.
 
     The result is in new contiguous memory, or in `out`, which may be `grad_output` itself.
     """
@@ -626,8 +643,7 @@ def shrink_backward(
 
 
 def held(threshold: float, dtype: torch.dtype) -> float:
-    """The threshold, or the largest number of the dtype, which shrinks everything to zero as well: torch takes no
-    larger one."""
+    """Return the threshold, or the largest number of the dtype, which torch takes and which shrinks all to zero too."""
     return min(threshold, torch.finfo(dtype).max)
 
 
@@ -638,12 +654,12 @@ PRODUCT_BYTES = {"cpu": 4 * 2**20, "cuda": 256 * 2**20}
 
 
 def cpu_has_bf16_products() -> bool:
-    """Whether the processor has instructions that multiply bfloat16 matrices."""
+    """Return whether the processor has instructions that multiply bfloat16 matrices."""
     return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def wide_product(left: Tensor, right: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-    """`left right`, `[B, n, m]` from `[B, n, k]` and `[B, k, m]`, in `dtype`, which is at least theirs.
+    """Return `left right`, `[B, n, m]` from `[B, n, k]` and `[B, k, m]`, in `dtype`, which is at least theirs.
 
     It is not rounded to their dtype in between. On a GPU tensor cores multiply narrow factors as they are.
     """
@@ -653,7 +669,7 @@ def wide_product(left: Tensor, right: Tensor, dtype: torch.dtype, out: Tensor | 
 
 
 def product_over_rows(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """`leftᵀ right`, `[n, m]` from `[rows, n]` and `[rows, m]`, in `dtype`: the gradient of a weight.
+    """Return `leftᵀ right`, `[n, m]` from `[rows, n]` and `[rows, m]`, in `dtype`: the gradient of a weight.
 
     It is summed in at least float32 and, where cuBLAS can, written in float32 without rounding to 16 bits in between.
     """
@@ -663,7 +679,7 @@ def product_over_rows(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """`total += leftᵀ right`, `[n, m]` from `[rows, n]` and `[rows, m]`; a total of at least their dtype."""
+    """Do `total += leftᵀ right`, `[n, m]` from `[rows, n]` and `[rows, m]`; a total of at least their dtype."""
     wider: dict[str, Any] = {} if total.dtype == right.dtype else {"out_dtype": total.dtype}
     if not wider or _adds_in_float32(right.device, right.dtype):
         torch.addmm(total, left.mT, right, out=total, **wider)
@@ -677,7 +693,7 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 @functools.cache
 def _adds_in_float32(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether torch adds a product of narrow factors to a float32 sum in one call, in its place: tried once."""
+    """Return whether torch adds a product of narrow factors to a float32 sum in one call: tried once."""
     if device.type != "cuda":
         return device.type == "meta"
     ones, total = torch.ones(16, 16, dtype=dtype, device=device), torch.ones(16, 16, device=device)
@@ -689,16 +705,16 @@ def _adds_in_float32(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def budget(of_bytes: Mapping[str, int], tensor: Tensor) -> int:
-    """The bytes for the device of the tensor, of those for "cpu" and "cuda"."""
+    """Return the bytes for the device of the tensor, of those for "cpu" and "cuda"."""
     return of_bytes["cpu" if tensor.device.type == "cpu" else "cuda"]
 
 
 def compress(gradients: Sequence[Tensor | None], needs: Sequence[bool]) -> list[Tensor]:
-    """The gradients that are needed, which is what an operator returns."""
+    """Return the gradients that are needed, as an operator does."""
     return [gradient for gradient, need in zip(gradients, needs, strict=True) if need and gradient is not None]
 
 
 def scatter(gradients: Sequence[Tensor], needs: Sequence[bool]) -> Iterator[Tensor | None]:
-    """The counterpart of `compress`: None where no gradient is needed."""
+    """Undo `compress`: None where no gradient is needed."""
     found = iter(gradients)
     return (next(found) if need else None for need in needs)

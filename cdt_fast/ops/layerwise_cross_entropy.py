@@ -134,7 +134,7 @@ def layerwise_cross_entropy_reference(
     label_smoothing: float = 0.0,
     softcap: float | None = None,
 ) -> Tensor:
-    """The losses of the depths `[L+1]`, in any dtype, differentiated by torch."""
+    """Return the losses of the depths `[L+1]`, in any dtype, differentiated by torch."""
     losses = []
     for depth, hidden in enumerate(hidden_states):
         all_targets = targets if isinstance(targets, Tensor) else targets[depth]
@@ -171,7 +171,7 @@ class _Options(NamedTuple):
 
     @property
     def wide(self) -> torch.dtype:
-        """The dtype of losses and sums: at least float32."""
+        """Return the dtype of losses and sums: at least float32."""
         return torch.promote_types(self.dtype, torch.float32)
 
 
@@ -220,7 +220,7 @@ def _int64(name: str, value: int, least: int) -> int:
 
 
 def _sample(targets: Tensor, fraction: float, generator: torch.Generator | None) -> Tensor | None:
-    """The numbers of the tokens that the inner depths are estimated from, or None for all of them."""
+    """Draw the numbers of the tokens that the inner depths are estimated from, or None for all of them."""
     if fraction == 1.0:
         return None
     tokens = targets.numel()
@@ -258,13 +258,13 @@ class _Chunk:
     place: slice  # of its rows among those of all depths
 
     def states(self, hidden: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        """`[rows, d]`, from the hidden states `[tokens, d]` of all depths."""
+        """Gather `[rows, d]` from the hidden states `[tokens, d]` of all depths."""
         own, index = hidden[self.depths.start : self.depths.stop], self.index
         parts = [depth[index] if isinstance(index, slice) else depth.index_select(0, index) for depth in own]
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).to(dtype)
 
     def per_row(self, per_depth: Tensor) -> Tensor:
-        """One value for each row, from one for each depth."""
+        """Repeat one value for each depth to one for each row."""
         own = per_depth[self.depths.start : self.depths.stop]
         return own.unsqueeze(1).expand(-1, len(self.targets) // len(own)).contiguous().view(-1)
 
@@ -272,7 +272,7 @@ class _Chunk:
 def _select_rows(
     depths: int, weight: Tensor, targets: Sequence[Tensor], sample: Tensor | None, options: _Options
 ) -> tuple[Tensor | int, list[_Rows]]:
-    """What the sums of the depths are divided by for their means, and the tokens that take part at each depth.
+    """Return what the sums of the depths are divided by for their means, and the tokens that take part at each depth.
 
     Ignored targets on the CPU are left out, and the count is a number. On a GPU the host would have to wait for it:
     there they stay in, are not read, and cost their share of the products.
@@ -307,7 +307,7 @@ def _select_rows(
 
 
 def _count(targets: Tensor, name: str, vocabulary: int, options: _Options) -> Tensor | int:
-    """How many targets count; those on the CPU are checked."""
+    """Return how many targets count; those on the CPU are checked."""
     ignored = options.ignore_index
     if targets.device.type != "cpu":
         return (targets != ignored).sum()
@@ -328,7 +328,7 @@ def _count(targets: Tensor, name: str, vocabulary: int, options: _Options) -> Te
 
 
 def _times_factors(per_depth: Tensor, rows: Sequence[_Rows]) -> Tensor:
-    """One value for each depth, times the factor of its rows."""
+    """Multiply one value for each depth by the factor of its rows."""
     if len(rows) == 1:
         return per_depth
     parts = per_depth.split([len(some.depths) for some in rows])
@@ -336,7 +336,7 @@ def _times_factors(per_depth: Tensor, rows: Sequence[_Rows]) -> Tensor:
 
 
 def _chunks(rows: Sequence[_Rows], weight: Tensor, options: _Options, kinds: Sequence[bool]) -> Iterator[_Chunk]:
-    """The chunks of all rows. The depths of one chunk are of the same kind.
+    """Yield the chunks of all rows. The depths of one chunk are of the same kind.
 
     A depth with more rows than a chunk is cut into equal parts, so that no product is left with a few rows.
     """
@@ -359,7 +359,7 @@ def _chunks(rows: Sequence[_Rows], weight: Tensor, options: _Options, kinds: Seq
 
 
 def _rows_per_chunk(weight: Tensor, options: _Options) -> int:
-    """`chunk_tokens`, or as many rows as the budget of bytes holds."""
+    """Return `chunk_tokens`, or as many rows as the budget of bytes holds."""
     if options.chunk_tokens is not None:
         return options.chunk_tokens
     (vocabulary, width), size, device = weight.shape, options.dtype.itemsize, weight.device.type
@@ -384,7 +384,7 @@ class _Head:
         self._buffer: Tensor | None = None
 
     def logits(self, x: Tensor) -> Tensor:
-        """`x Wᵀ + b`, `[rows, V]`, in memory that the next call overwrites."""
+        """Return `x Wᵀ + b`, `[rows, V]`, in memory that the next call overwrites."""
         if self._buffer is None or self._buffer.shape[0] < x.shape[0]:
             columns = self.weight.shape[0]
             padded = columns if x.device.type == "cpu" else -(-columns // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
@@ -404,9 +404,7 @@ class _Head:
         """Turn logits into losses and the gradient, as far as they are asked for."""
         options = self._options
         if self._backend == "triton":
-            from cdt_fast.kernels import layerwise_cross_entropy as kernels
-
-            with common.or_plain_torch("layerwise_cross_entropy"):
+            with common.kernels_of("layerwise_cross_entropy") as kernels:
                 flags = options.ignore_index, options.softcap, options.label_smoothing
                 kernels.cross_entropy_(logits, targets, losses, scales, *flags)
                 return
@@ -420,7 +418,7 @@ class _Head:
 
 
 def _sweep(logits: Tensor, targets: Tensor, losses: Tensor | None, scales: Tensor | None, options: _Options) -> None:
-    """`_Head.sweep` in plain torch."""
+    """Do `_Head.sweep` in plain torch."""
     smoothing, vocabulary = options.label_smoothing, logits.shape[1]
     ignored = outside = None
     if targets.device.type != "cpu":  # on a CPU neither gets this far
@@ -505,7 +503,7 @@ class _Gradients:
                 output.index_copy_(0, index, own.to(output.dtype))
 
     def found(self, shape: torch.Size, dtype: torch.dtype) -> list[Tensor]:
-        """The gradients that are needed: of the hidden states, in `shape`, then of the head, in `dtype`."""
+        """Return the gradients that are needed: of the hidden states, in `shape`, then of the head, in `dtype`."""
         of_hidden = [gradient.view(shape) for gradient in self._of_hidden if gradient is not None]
         return of_hidden + [gradient.to(dtype) for gradient in (self._of_weight, self._of_bias) if gradient is not None]
 
@@ -523,7 +521,7 @@ def _forward(
     options: _Options,
     *hidden: Tensor,  # [..., d] each
 ) -> tuple[Tensor, ...]:
-    """The total `[]`, the losses `[depths]`, a factor `[]`, and what the backward starts from.
+    """Return the total `[]`, the losses `[depths]`, a factor `[]`, and what the backward starts from.
 
     If it is fused, that is the gradients that are needed, of sums over the tokens; else nothing.
 
@@ -578,7 +576,7 @@ def _gradients(
     sample: Tensor | None,
     *flat: Any,  # options
 ) -> list[Tensor]:
-    """The gradients that are needed, if the forward is not fused."""
+    """Return the gradients that are needed, if the forward is not fused."""
     options = _Options(*flat)
     _, rows = _select_rows(len(hidden), weight, targets, sample, options)
     head, matrices = _Head(weight, bias, options), [common.rows_of(depth) for depth in hidden]
@@ -609,7 +607,7 @@ def _scale(
     needs_hidden: list[bool],
     dtype_of_head: torch.dtype,
 ) -> list[Tensor]:
-    """The gradients times the factors, out of place, so that a second backward finds what the first one has found."""
+    """Multiply the gradients by the factors, out of place, so that a second backward finds them as they were."""
     places = [(depth, None) for depth, need in enumerate(needs_hidden) if need] + 2 * [(0, dtype_of_head)]
     found: list[Tensor] = []
     for gradient, (depth, dtype) in zip(gradients, places, strict=False):
@@ -633,7 +631,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 
 def _find(ctx: Any, grad_total: Tensor | None, grad_per_depth: Tensor | None) -> tuple[list[Tensor | None], Any, Any]:
-    """The gradients of the hidden states, the weight and the bias."""
+    """Return the gradients of the hidden states, the weight and the bias."""
     if grad_total is None and grad_per_depth is None:
         return [None] * ctx.depths, None, None
     factor, *saved = ctx.saved_tensors
@@ -690,9 +688,9 @@ _OPTIONS = (
 )
 _operator = common.define(
     "layerwise_cross_entropy",
-    f"(Tensor[] hidden, {_HEAD}, Tensor? depth_weights, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor[])",
     _run,
     _forward_fake,
+    f"(Tensor[] hidden, {_HEAD}, Tensor? depth_weights, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor[])",
 )
 _operator.register_autograd(
     _operator_backward,
@@ -702,9 +700,7 @@ _operator.register_autograd(
 )
 _gradients_operator = common.define(
     "layerwise_cross_entropy_backward",
-    f"(Tensor factors, Tensor[] hidden, {_HEAD}, {_OPTIONS}) -> Tensor[]",
     _gradients,
-    lambda factors, hidden, weight, bias, targets, sample, *flat: _empty_gradients(
-        hidden, weight, _Options(*flat), weight.dtype
-    ),
+    lambda _, hidden, weight, *others: _empty_gradients(hidden, weight, _Options(*others[3:]), weight.dtype),
+    f"(Tensor factors, Tensor[] hidden, {_HEAD}, {_OPTIONS}) -> Tensor[]",
 )

@@ -74,7 +74,7 @@ def layerwise_reconstruction_loss(
 
 
 def layerwise_reconstruction_loss_reference(reconstructions: Sequence[Tensor], target: Tensor) -> Tensor:
-    """The losses `[L+1]`, in any dtype, differentiated by torch."""
+    """Return the losses `[L+1]`, in any dtype, differentiated by torch."""
     return torch.stack([(target - reconstruction).square().sum(-1).mean() for reconstruction in reconstructions])
 
 
@@ -82,13 +82,11 @@ def layerwise_reconstruction_loss_reference(reconstructions: Sequence[Tensor], t
 def _losses(
     target: Tensor, padding: Tensor | None, reduction: common.Reduction, backend: str, *reconstructions: Tensor
 ) -> Tensor:
-    """The losses `[depths]`, in the widest of the dtypes and at least float32."""
+    """Return the losses `[depths]`, in the widest of the dtypes and at least float32."""
     tokens = _tokens(target, padding)
     errors = None
     if backend == "triton":
-        from cdt_fast.kernels import layerwise_reconstruction_loss as kernels
-
-        with common.or_plain_torch("layerwise_reconstruction_loss"):
+        with common.kernels_of("layerwise_reconstruction_loss") as kernels:
             blocks = common.blocks_for(kernels.BLOCKS, target, multiplies=False)
             errors = kernels.forward(*_contiguous(reconstructions, target, padding), blocks)
     if errors is None:
@@ -104,24 +102,21 @@ def _gradients(
     padding: Tensor | None,
     reconstructions: list[Tensor],
     reduction: common.Reduction,
-    needs: list[bool],
-    needs_target: bool,
+    needs: list[bool],  # of the depths, and last of the target
     backend: str,
 ) -> list[Tensor]:
-    """The gradients of the depths that are needed, and after them that of the target if it is needed."""
+    """Return the gradients that are needed, of the depths and last of the target."""
     factors = 2.0 * grad
     if reduction == "mean":
         factors /= _tokens(target, padding)
     if backend == "triton":
-        from cdt_fast.kernels import layerwise_reconstruction_loss as kernels
-
-        with common.or_plain_torch("layerwise_reconstruction_loss"):
+        with common.kernels_of("layerwise_reconstruction_loss") as kernels:
             blocks = common.blocks_for(kernels.BLOCKS, target, multiplies=False)
             tensors = _contiguous(reconstructions, target, padding)
-            return kernels.backward(*tensors, factors.float(), needs, needs_target, blocks)
+            return kernels.backward(*tensors, factors.float(), needs, blocks)
     zeros = common.zero_weight_mask(factors)
     known = [None if zero else factor for factor, zero in zip(factors.unbind(), zeros, strict=True)]
-    return _gradients_in_torch(reconstructions, target, padding, known, needs, needs_target)
+    return _gradients_in_torch(reconstructions, target, padding, known, needs)
 
 
 def _contiguous(
@@ -132,7 +127,7 @@ def _contiguous(
 
 
 def _tokens(target: Tensor, padding: Tensor | None) -> Tensor | int:
-    """How many tokens count; on a GPU, if they depend on the lengths, a tensor: the host does not wait for it."""
+    """Count the tokens that count; on a GPU with lengths as a tensor: the host does not wait for it."""
     if padding is None:
         return target.shape[:-1].numel()
     tokens = (~padding).sum()
@@ -142,7 +137,7 @@ def _tokens(target: Tensor, padding: Tensor | None) -> Tensor | int:
 
 
 def _widest(tensors: Sequence[Tensor]) -> torch.dtype:
-    """The widest of the dtypes, at least float32."""
+    """Return the widest of the dtypes, at least float32."""
     return functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors), torch.float32)
 
 
@@ -151,7 +146,7 @@ def _widest(tensors: Sequence[Tensor]) -> torch.dtype:
 
 
 def squared_errors(reconstructions: Sequence[Tensor], target: Tensor, padding: Tensor | None) -> Tensor:
-    """`Σ ‖x̂_l − s‖²` over the tokens that count, `[depths]`, in the widest dtype of the depths, at least float32."""
+    """Sum `‖x̂_l − s‖²` over the tokens that count, `[depths]`, in the widest dtype of the depths, at least float32."""
     zero = target.new_zeros((), dtype=_widest(reconstructions))
     sums = [[zero] for _ in reconstructions]
     for rows, hidden, parts in _blocks(reconstructions, target, padding):
@@ -170,12 +165,12 @@ def _gradients_in_torch(
     padding: Tensor | None,
     factors: Sequence[Tensor | None],
     needs: Sequence[bool],
-    needs_target: bool,
 ) -> list[Tensor]:
-    """`f_l (x̂_l − s)` of the depths that are needed and, if it is, the gradient of the target: minus their sum.
+    """Return `f_l (x̂_l − s)` of the depths that are needed and, if it is, the gradient of the target: minus their sum.
 
     A factor f_l is None if it is known to be zero.
     """
+    *needs, needs_target = needs
     # The sum over the depths in one place, rounded once to the dtype of the target.
     wide = _widest([*reconstructions, target])
     total = torch.zeros_like(target, dtype=wide, memory_format=torch.contiguous_format) if needs_target else None
@@ -210,7 +205,7 @@ def _gradients_in_torch(
 def _blocks(
     depths: Sequence[Tensor], target: Tensor, padding: Tensor | None
 ) -> Iterator[tuple[slice, Tensor | None, dict[torch.dtype, tuple[Tensor, Tensor]]]]:
-    """Rows, their padding, and for each dtype that a depth is computed in the target's rows and memory for a result."""
+    """Yield rows, their padding, and for each dtype that a depth is computed in the target and memory for a result."""
     target = common.rows_of(target)
     count, width = target.shape
     hidden = None if padding is None else padding.reshape(count, 1)
@@ -223,7 +218,7 @@ def _blocks(
 
 
 def _cast(depth: Tensor, block: Tensor) -> Tensor:
-    """The rows in the dtype of the block, which may hold them: it is written only after they are read."""
+    """Return the rows in the dtype of the block, which may hold them: it is written only after they are read."""
     return depth if depth.dtype == block.dtype else block.copy_(depth)
 
 
@@ -233,15 +228,13 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(target, padding, *reconstructions)
 
 
-def _found(ctx: Any, grad: Tensor | None, needs: list[bool], needs_target: bool) -> tuple[Tensor | None, list[Any]]:
-    """The gradients of the target and of the depths."""
+def _found(ctx: Any, grad: Tensor | None, needs: list[bool]) -> Iterator[Tensor | None]:
+    """Return the gradients of the depths, and last of the target."""
     if grad is None:
-        return None, [None] * len(needs)
+        return iter([None] * len(needs))
     target, padding, *depths = ctx.saved_tensors
     call: Any = _gradients if common.is_plain_eager(grad, target, *depths) else _gradients_operator
-    found = call(grad, target, padding, depths, ctx.reduction, needs, needs_target, ctx.backend)
-    *of_depths, of_target = common.scatter(found, [*needs, needs_target])
-    return of_target, of_depths
+    return common.scatter(call(grad, target, padding, depths, ctx.reduction, needs, ctx.backend), needs)
 
 
 class _ReconstructionLoss(torch.autograd.Function):
@@ -252,7 +245,7 @@ class _ReconstructionLoss(torch.autograd.Function):
     @common.once_differentiable("layerwise_reconstruction_loss")
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
         needs_target, _, _, _, *needs = ctx.needs_input_grad
-        of_target, of_depths = _found(ctx, grad, needs, needs_target)
+        *of_depths, of_target = _found(ctx, grad, [*needs, needs_target])
         return of_target, None, None, None, *of_depths
 
 
@@ -262,25 +255,23 @@ class _ReconstructionLoss(torch.autograd.Function):
 @common.once_differentiable("layerwise_reconstruction_loss")
 def _operator_backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
     needs, needs_target, *_ = ctx.needs_input_grad
-    of_target, of_depths = _found(ctx, grad, needs, needs_target)
+    *of_depths, of_target = _found(ctx, grad, [*needs, needs_target])
     return of_depths, of_target, None, None, None
 
 
 _operator = common.define(
     "layerwise_reconstruction_loss",
-    "(Tensor[] reconstructions, Tensor target, Tensor? padding, str reduction, str backend) -> Tensor",
     lambda reconstructions, *others: _losses(*others, *reconstructions),
     lambda reconstructions, target, *others: target.new_empty(len(reconstructions), dtype=_widest(reconstructions)),
+    "(Tensor[] reconstructions, Tensor target, Tensor? padding, str reduction, str backend) -> Tensor",
 )
 _operator.register_autograd(
     _operator_backward, setup_context=lambda ctx, inputs, output: _setup_context(ctx, (*inputs[1:], *inputs[0]), output)
 )
 _gradients_operator = common.define(
     "layerwise_reconstruction_loss_backward",
-    "(Tensor grad, Tensor target, Tensor? padding, Tensor[] reconstructions, str reduction, bool[] needs, "
-    "bool needs_target, str backend) -> Tensor[]",
     _gradients,
-    lambda grad, target, padding, depths, reduction, needs, needs_target, backend: [
-        tensor.new_empty(tensor.shape) for tensor in common.compress([*depths, target], [*needs, needs_target])
+    lambda grad, target, padding, depths, reduction, needs, backend: [
+        tensor.new_empty(tensor.shape) for tensor in common.compress([*depths, target], needs)
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -67,7 +68,7 @@ def lista_step_reference(
     threshold: float,
     nonlinearity: str = "soft_threshold",
 ) -> Tensor:
-    """`S_θ(H + (1/c)(X − H Dᵀ) D)`, in any dtype, differentiated by torch."""
+    """Return `S_θ(H + (1/c)(X − H Dᵀ) D)`, in any dtype, differentiated by torch."""
     return common.shrink_reference(
         codes + step * (signal - codes @ dictionary.mT) @ dictionary, threshold, nonlinearity
     )
@@ -84,12 +85,10 @@ def _forward(
     keep_residual: bool,  # for the gradient of the dictionary
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    """The next codes `[rows, m]` and the residual `[rows, n]`, or `[0, n]` if it is not kept."""
+    """Return the next codes `[rows, m]` and the residual `[rows, n]`, or `[0, n]` if it is not kept."""
     dictionary = dictionary.to(codes.dtype)
     if backend == "triton":
-        from cdt_fast.kernels import lista_step as kernels
-
-        with common.or_plain_torch("lista_step"):
+        with common.kernels_of("lista_step") as kernels:
             blocks = common.blocks_for(kernels.BLOCKS, codes)
             tensors = codes.contiguous(), signal.contiguous(), dictionary.contiguous()
             next_codes, kept = kernels.forward(*tensors, step, threshold, nonlinearity, keep_residual, blocks)
@@ -99,10 +98,8 @@ def _forward(
     return next_codes, residual if keep_residual else residual.new_empty((0, residual.shape[1]))
 
 
-def _forward_fake(
-    codes: Tensor, signal: Tensor, dictionary: Tensor, step: Any, threshold: Any, name: Any, keeps: bool, backend: Any
-) -> tuple[Tensor, Tensor]:
-    return codes.new_empty(codes.shape), codes.new_empty((signal.shape[0] if keeps else 0, signal.shape[1]))
+def _forward_fake(codes: Tensor, signal: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    return codes.new_empty(codes.shape), codes.new_empty((signal.shape[0] if others[-2] else 0, signal.shape[1]))
 
 
 @common.outside_autocast
@@ -114,22 +111,18 @@ def _gradients(
     residual: Tensor | None,  # X − H Dᵀ, likewise
     step: float,
     nonlinearity: common.Nonlinearity,
-    needs_codes: bool,
-    needs_signal: bool,
-    needs_dictionary: bool,
+    needs: list[bool],
     backend: str,
 ) -> list[Tensor]:
-    """The gradients that are needed, of the codes, the signal and the dictionary."""
+    """Return the gradients that are needed, of the codes, the signal and the dictionary."""
+    needs_codes, _, needs_dictionary = needs
     atoms = dictionary.to(output.dtype)
     parts = grad_dictionary = None
     if backend == "triton":
-        from cdt_fast.kernels import lista_step as kernels
-
-        with common.or_plain_torch("lista_step"):
+        with common.kernels_of("lista_step") as kernels:
             blocks = common.blocks_for(kernels.BLOCKS, output)
-            needs = needs_codes, needs_dictionary
             tensors = grad_output.contiguous(), output, atoms.contiguous()
-            parts = kernels.backward(*tensors, step, nonlinearity, *needs, blocks)
+            parts = kernels.backward(*tensors, step, nonlinearity, needs_codes, needs_dictionary, blocks)
     if parts is None:
         grad_update = common.shrink_backward(grad_output, output, nonlinearity)
         grad_codes, grad_residual = None, torch.mm(grad_update, atoms.mT).mul_(step)
@@ -147,12 +140,12 @@ def _gradients(
     if needs_codes and grad_codes is None and grad_update is not None:
         # In place of dU: on a CPU a fresh tensor of that size can cost as much as the product.
         grad_codes = grad_update.addmm_(grad_residual, atoms, alpha=-1)
-    return common.compress((grad_codes, grad_residual, grad_dictionary), (needs_codes, needs_signal, needs_dictionary))
+    return common.compress((grad_codes, grad_residual, grad_dictionary), needs)
 
 
 def _gradients_fake(grad_output: Tensor, output: Tensor, dictionary: Tensor, *others: Any) -> list[Tensor]:
     shapes = output.shape, (output.shape[0], dictionary.shape[0])
-    return common.compress([*map(output.new_empty, shapes), dictionary.new_empty(dictionary.shape)], others[-4:-1])
+    return common.compress([*map(output.new_empty, shapes), dictionary.new_empty(dictionary.shape)], others[-2])
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -164,29 +157,11 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.save_for_backward(next_codes, dictionary, codes if keeps else None, residual if keeps else None)
 
 
-def _backward(ctx: Any, grad_output: Tensor | None, _: None) -> tuple[Any, ...]:
-    if grad_output is None:
-        return (None,) * 8
-    next_codes, dictionary, codes, residual = ctx.saved_tensors
-    needs = ctx.needs_input_grad[:3]
-    call: Any = _gradients if common.is_plain_eager(grad_output, next_codes) else _gradients_operator
-    found = call(grad_output, next_codes, dictionary, codes, residual, ctx.step, ctx.nonlinearity, *needs, ctx.backend)
-    return *common.scatter(found, needs), None, None, None, None, None
+def _backward(ctx: Any, grad_output: Tensor, _: None) -> Iterator[Tensor | None]:
+    saved, needs = ctx.saved_tensors, ctx.needs_input_grad[:3]
+    call: Any = _gradients if common.is_plain_eager(grad_output, saved[0]) else _gradients_operator
+    return common.scatter(call(grad_output, *saved, ctx.step, ctx.nonlinearity, needs, ctx.backend), needs)
 
 
-_direct, _operator = common.differentiable(
-    "lista_step",
-    "(Tensor codes, Tensor signal, Tensor dictionary, float step, float threshold, str nonlinearity, "
-    "bool keep_residual, str backend) -> (Tensor, Tensor)",
-    _forward,
-    _forward_fake,
-    _setup_context,
-    _backward,
-)
-_gradients_operator = common.define(
-    "lista_step_backward",
-    "(Tensor grad_output, Tensor output, Tensor dictionary, Tensor? codes, Tensor? residual, float step, "
-    "str nonlinearity, bool needs_codes, bool needs_signal, bool needs_dictionary, str backend) -> Tensor[]",
-    _gradients,
-    _gradients_fake,
-)
+_direct, _operator = common.differentiable("lista_step", _forward, _forward_fake, _setup_context, _backward)
+_gradients_operator = common.define("lista_step_backward", _gradients, _gradients_fake)

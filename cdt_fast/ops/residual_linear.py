@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, get_args
 
 import torch
@@ -78,7 +79,7 @@ def residual_linear_reference(
     nonlinearity: str = "relu",
     threshold: float = 0.0,
 ) -> Tensor:
-    """`φ(residual + α x W)`, in any dtype, differentiated by torch."""
+    """Return `φ(residual + α x W)`, in any dtype, differentiated by torch."""
     return common.shrink_reference(residual + alpha * (x @ weight), threshold, nonlinearity)
 
 
@@ -92,12 +93,10 @@ def _forward(
     nonlinearity: common.Nonlinearity,
     backend: str,
 ) -> Tensor:
-    """`[rows, m]`, contiguous, in the dtype of x."""
+    """Return `[rows, m]`, contiguous, in the dtype of x."""
     weight = weight.to(x.dtype)
     if backend == "triton":
-        from cdt_fast.kernels import residual_linear as kernels
-
-        with common.or_plain_torch("residual_linear"):
+        with common.kernels_of("residual_linear") as kernels:
             blocks = common.blocks_for(kernels.BLOCKS, x)
             return kernels.forward(x, weight, residual, alpha, threshold, nonlinearity, blocks)
     return common.shrink_(torch.addmm(residual.to(x.dtype), x, weight, alpha=alpha), threshold, nonlinearity)
@@ -118,7 +117,7 @@ def _gradients(
     nonlinearity: common.Nonlinearity,
     needs_residual: bool,
 ) -> list[Tensor]:
-    """The gradients of x (given `weight`), of the weight (given `x`) and of the residual's rows, in plain torch."""
+    """Return the gradients of x (given `weight`), of the weight (given `x`) and of the residual's rows."""
     gradients = []
     grad_update = grad_output if output is None else common.shrink_backward(grad_output, output, nonlinearity)
     if weight is not None:
@@ -150,31 +149,15 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.weight_dtype, ctx.residual_dtype, ctx.residual_is_bias = weight.dtype, residual.dtype, residual.dim() == 1
 
 
-def _backward(ctx: Any, grad_output: Tensor | None) -> tuple[Any, ...]:
-    if grad_output is None:
-        return (None,) * 7
-    needs = ctx.needs_input_grad[:3]
-    saved = ctx.saved_tensors
+def _backward(ctx: Any, grad_output: Tensor) -> Iterator[Tensor | None]:
+    saved, needs = ctx.saved_tensors, ctx.needs_input_grad[:3]
     call: Any = _gradients if common.is_plain_eager(grad_output, *saved) else _gradients_operator
     found = call(grad_output, *saved, ctx.weight_dtype, ctx.alpha, ctx.nonlinearity, needs[2])
     if needs[2]:
         rows, dtype = found[-1], ctx.residual_dtype
         found[-1] = rows.sum(0, dtype=dtype) if ctx.residual_is_bias else rows.to(dtype)
-    return *common.scatter(found, needs), None, None, None, None
+    return common.scatter(found, needs)
 
 
-_direct, _operator = common.differentiable(
-    "residual_linear",
-    "(Tensor x, Tensor weight, Tensor residual, float alpha, float threshold, str nonlinearity, str backend) -> Tensor",
-    _forward,
-    _forward_fake,
-    _setup_context,
-    _backward,
-)
-_gradients_operator = common.define(
-    "residual_linear_backward",
-    "(Tensor grad_output, Tensor? output, Tensor? x, Tensor? weight, ScalarType weight_dtype, float alpha, "
-    "str nonlinearity, bool needs_residual) -> Tensor[]",
-    _gradients,
-    _gradients_fake,
-)
+_direct, _operator = common.differentiable("residual_linear", _forward, _forward_fake, _setup_context, _backward)
+_gradients_operator = common.define("residual_linear_backward", _gradients, _gradients_fake)

@@ -77,7 +77,7 @@ def symmetric_attention(
 def symmetric_attention_reference(
     z: Tensor, values: Tensor | None = None, *, scale: float = 1.0, lengths: Tensor | None = None, energy: bool = False
 ) -> Tensor:
-    """The formula of `symmetric_attention`, in any dtype, differentiated by torch."""
+    """Apply the formula of `symmetric_attention`, in any dtype, differentiated by torch."""
     padding = common.padding_mask(lengths, z)
     z = common.without_padding(z, padding)
     values = z if values is None else common.without_padding(values, padding)
@@ -103,15 +103,13 @@ def _forward(
     keeps: bool,  # what the gradient can use
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The output, the log-sum-exp of the rows, and what else a backward can use.
+    """Return the output, the log-sum-exp of the rows, and what else a backward can use.
 
     The log-sum-exp `[B, T]` is the kernels', and else empty. With them the last is what rounding took from the output,
     if it is kept; in plain torch it is the attention, if it is kept; else it is empty.
     """
     if backend == "triton":
-        from cdt_fast.kernels import symmetric_attention as kernels
-
-        with common.or_plain_torch("symmetric_attention"):
+        with common.kernels_of("symmetric_attention") as kernels:
             packed, keeps_remainder = _packed(z), _keeps_remainder(z, keeps)
             table = kernels.PACKED_BLOCKS if packed else kernels.STREAMING_BLOCKS
             blocks = common.blocks_for(table, z, z.shape[1] if packed else _widest(z, values))
@@ -156,34 +154,29 @@ def _gradients(
     kept: Tensor,
     scale: float,
     energy: bool,
-    needs_z: bool,
-    needs_values: bool,
+    needs: list[bool],
     backend: str,
 ) -> list[Tensor]:
-    """The gradients that are needed, of z first; without values all of it is in that of z."""
+    """Return the gradients that are needed, of z first; without values all of it is in that of z."""
     if log_sum_exp.numel() and backend == "triton":
-        from cdt_fast.kernels import symmetric_attention as kernels
-
-        with common.or_plain_torch("symmetric_attention"):
+        with common.kernels_of("symmetric_attention") as kernels:
             packed, remainder = _packed(z), kept if kept.dim() > 1 else None
             table = kernels.PACKED_BACKWARD_BLOCKS if packed else kernels.STREAMING_BACKWARD_BLOCKS
             blocks = common.blocks_for(table, z, z.shape[1] if packed else _widest(z, values))
             tensors = grad_output, z, values, lengths, output, log_sum_exp, remainder
-            found = kernels.backward(*tensors, scale, energy, needs_z, needs_values, packed, blocks)
+            found = kernels.backward(*tensors, scale, energy, *needs, packed, blocks)
             return [gradient for gradient in found if gradient is not None]
     if log_sum_exp.numel():  # the forward was a kernel's, which keeps something else
         kept = z.new_empty(0, dtype=torch.promote_types(z.dtype, torch.float32))
     padding = common.padding_mask(lengths, z)
     grad_output, z = common.without_padding(grad_output, padding), common.without_padding(z, padding)
     values = None if values is None else common.without_padding(values, padding)
-    gradients = _gradients_in_torch(grad_output, z, values, padding, output, kept, scale, energy, needs_z, needs_values)
+    gradients = _gradients_in_torch(grad_output, z, values, padding, output, kept, scale, energy, *needs)
     return [common.clear_padding_(gradient, padding) for gradient in gradients]
 
 
 def _gradients_fake(grad_output: Tensor, z: Tensor, values: Tensor | None, *others: Any) -> list[Tensor]:
-    *_, needs_z, needs_values, _ = others
-    gradients = [torch.empty_like(z)] if needs_z else []
-    return [*gradients, torch.empty_like(values)] if needs_values and values is not None else gradients
+    return [torch.empty_like(tensor) for tensor in common.compress([z, values], others[-2])]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -194,41 +187,24 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.save_for_backward(z, values, lengths, result, log_sum_exp, kept)
 
 
-def _backward(ctx: Any, grad_output: Tensor | None, *_: None) -> tuple[Any, ...]:
-    if grad_output is None:
-        return (None,) * 7
-    needs = ctx.needs_input_grad[:2]
-    saved = ctx.saved_tensors
+def _backward(ctx: Any, grad_output: Tensor, *_: None) -> Iterator[Tensor | None]:
+    saved, needs = ctx.saved_tensors, ctx.needs_input_grad[:2]
     call: Any = _gradients if common.is_plain_eager(grad_output, saved[0]) else _gradients_operator
-    found = call(grad_output.contiguous(), *saved, ctx.scale, ctx.energy, *needs, ctx.backend)
-    return *common.scatter(found, needs), None, None, None, None, None
+    found = call(grad_output.contiguous(), *saved, ctx.scale, ctx.energy, needs, ctx.backend)
+    return common.scatter(found, needs)
 
 
-_direct, _operator = common.differentiable(
-    "symmetric_attention",
-    "(Tensor z, Tensor? values, Tensor? lengths, float scale, bool energy, bool keeps, str backend) "
-    "-> (Tensor, Tensor, Tensor)",
-    _forward,
-    _forward_fake,
-    _setup_context,
-    _backward,
-)
-_gradients_operator = common.define(
-    "symmetric_attention_backward",
-    "(Tensor grad_output, Tensor z, Tensor? values, Tensor? lengths, Tensor output, Tensor log_sum_exp, Tensor kept, "
-    "float scale, bool energy, bool needs_z, bool needs_values, str backend) -> Tensor[]",
-    _gradients,
-    _gradients_fake,
-)
+_direct, _operator = common.differentiable("symmetric_attention", _forward, _forward_fake, _setup_context, _backward)
+_gradients_operator = common.define("symmetric_attention_backward", _gradients, _gradients_fake)
 
 
 def _packed(z: Tensor) -> bool:
-    """Whether a tile of a kernel holds whole sequences."""
+    """Return whether a tile of a kernel holds whole sequences."""
     return z.shape[1] <= common.LONGEST
 
 
 def _keeps_remainder(z: Tensor, keeps: bool) -> bool:
-    """Whether a kernel's forward keeps what rounding takes from its output."""
+    """Return whether a kernel's forward keeps what rounding takes from its output."""
     return keeps and z.element_size() == 2 and not _packed(z)
 
 
@@ -240,7 +216,7 @@ def _widest(z: Tensor, values: Tensor | None) -> int:
 
 
 def _panels(z: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, slice]]:
-    """Sequences, and rows of them, whose scores fit a panel: several whole sequences, or rows of a single one."""
+    """Yield sequences, and rows of them, whose scores fit a panel: several whole sequences, or rows of a single one."""
     batch, tokens = z.shape[:2]
     of_a_row = max(1, tokens * dtype.itemsize)
     most = common.budget(PANEL_BYTES, z)
@@ -252,15 +228,15 @@ def _panels(z: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, slice]]:
 
 
 def _panel(tensor: Tensor, batch: slice, rows: slice) -> Tensor:
-    """Rows of some sequences. Those of a single one have the strides of a tensor of their own: torch copies a factor
-    whose batches lie farther apart than they are large, also where there is only one."""
+    """Return rows of some sequences. Those of a single one get the strides of a tensor of their own: torch copies a
+    factor whose batches lie farther apart than they are large, also where there is only one."""
     if tensor[batch].shape[0] == 1:
         return tensor[batch.start, rows].unsqueeze(0)
     return tensor[batch, rows]
 
 
 def _memory_to_keep(z: Tensor, values: Tensor | None, keeps: bool) -> Tensor:
-    """Memory for the attention `[B, T, T]`, if a backward on a CPU may use it; else an empty tensor.
+    """Allocate the attention `[B, T, T]`, if a backward on a CPU may use it; else an empty tensor.
 
     The attention is kept if it fits `KEPT_BYTES` or is no larger than input and output.
     """
@@ -282,8 +258,8 @@ def _gradients_in_torch(
     needs_z: bool,
     needs_values: bool,
 ) -> list[Tensor]:
-    """A panel at a time: `dZ_r += β dS_r z`, `dZ += β dS_rᵀ z_r`, `dV += A_rᵀ dO_r`; with the scores five products in
-    all, where the first two are one."""
+    """Sum a panel at a time `dZ_r += β dS_r z`, `dZ += β dS_rᵀ z_r`, `dV += A_rᵀ dO_r`: five products with the scores,
+    where the first two are one."""
     dtype, tied = kept.dtype, values is None
     values = z if values is None else values
     # Sums over the panels of a sequence in at least float32; where a panel holds whole sequences there is no sum.
@@ -336,7 +312,7 @@ def attention_matrix(
     energy: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """`softmax_rows(scale · z zᵀ)`, `[B, rows, T]`, in `out` if it is given; zero in the rows and columns of padding.
+    """Return `softmax_rows(scale · z zᵀ)`, `[B, rows, T]`, in `out` if given; zero in the rows and columns of padding.
 
     `z` is `[B, T, d]`, finite at the padding, `[B, T]`; scores and softmax are in at least float32. With `energy` the
     scores are `scale · (z_iᵀ z_j − ½‖z_j‖²)`.
@@ -361,7 +337,7 @@ def attention_matrix(
 
 
 def grad_of_attention(given: Tensor, values: Tensor, output: Tensor, dtype: torch.dtype) -> Tensor:
-    """`dO Vᵀ`, `[B, rows, T]`, less any number a row, to which `softmax_backward_` is blind: from dO, V and O.
+    """Return `dO Vᵀ`, `[B, rows, T]`, less any number a row, to which `softmax_backward_` is blind: from dO, V and O.
 
     In bfloat16 on a CPU the number is about `dOᵀ O`, the mean that the softmax's gradient subtracts: the product would
     lose in rounding what remains of it where the values of a sequence are much alike.
@@ -373,7 +349,7 @@ def grad_of_attention(given: Tensor, values: Tensor, output: Tensor, dtype: torc
 
 
 def softmax_backward_(grad_attention: Tensor, attention: Tensor) -> Tensor:
-    """The gradient of the scores, from that of `softmax_rows(scores)`: `A ∘ (dA − rowsum(A ∘ dA))`.
+    """Return the gradient of the scores, from that of `softmax_rows(scores)`: `A ∘ (dA − rowsum(A ∘ dA))`.
 
     In the dtype of the attention; where that is `grad_attention`'s, it is written over it.
     """
@@ -382,7 +358,7 @@ def softmax_backward_(grad_attention: Tensor, attention: Tensor) -> Tensor:
 
 
 def grad_of_both_factors(grad_scores: Tensor, z: Tensor, scale: float, out: Tensor) -> None:
-    """`β (dS + dSᵀ) z`, as one product where that costs more than the sum of a matrix and its transpose."""
+    """Write `β (dS + dSᵀ) z`, as one product where that costs more than the sum of a matrix and its transpose."""
     alpha = scale or 1.0  # torch's product of bfloat16 returns before it writes where alpha is zero
     if z.shape[-1] * z.element_size() >= BYTES_OF_A_SUM:
         both = (grad_scores + grad_scores.mT).to(z.dtype)

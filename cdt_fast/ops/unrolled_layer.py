@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -160,7 +161,7 @@ def unrolled_layer_reference(
     lengths: Tensor | None = None,
     next_dictionary: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The layer written out, without the identity: four large products, in any dtype, differentiated by torch."""
+    """Write the layer out, without the identity: four large products, in any dtype, differentiated by torch."""
     if codes is None:
         codes = step * signal @ dictionary
     padding = common.padding_mask(lengths, codes)
@@ -176,7 +177,7 @@ def _cast(matrix: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _runs_as_one(signal: Tensor, next_dictionary: Tensor | None, backend: str) -> bool:
-    """Whether a tile of the kernel holds the layer, or plain torch holds all its scores."""
+    """Return whether a tile of the kernel holds the layer, or plain torch holds all its scores."""
     batch, tokens, width = signal.shape
     if backend == "torch":
         return batch * tokens**2 * max(4, signal.element_size()) <= HELD_SCORE_BYTES
@@ -185,7 +186,7 @@ def _runs_as_one(signal: Tensor, next_dictionary: Tensor | None, backend: str) -
 
 
 def fused_unsupported_reason(tokens: int, widest: int, dtype: torch.dtype) -> str | None:
-    """Why no kernel holds the whole layer in its tiles, or None if one does.
+    """Return why no kernel holds the whole layer in its tiles, or None if one does.
 
     `tokens` are those of a sequence; `widest` is the greater width, of the signal or of the next projection.
     """
@@ -197,7 +198,7 @@ def fused_unsupported_reason(tokens: int, widest: int, dtype: torch.dtype) -> st
 
 
 def _layer_of_ops(layer: _Layer) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The layer made of other ops, for sizes that do not run as one; H⁺, Z⁺ and the squared error, if any."""
+    """Make the layer of other ops, for sizes that do not run as one; H⁺, Z⁺ and the squared error, if any."""
     codes, signal, dictionary, projection, next_dictionary, target, lengths, step, threshold, scale, name = layer
     dtype, padding = signal.dtype, common.padding_mask(lengths, signal)
     with common.without_autocast(signal):
@@ -243,7 +244,7 @@ def _forward(
     nonlinearity: common.Nonlinearity,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Next codes, next projection, the projection if it was not given (else an empty tensor), squared error."""
+    """Return next codes, next projection, the projection if it was not given (else an empty tensor), squared error."""
     given, found = projection is not None, None
     if projection is None:
         assert codes is not None  # without codes the caller has computed a projection
@@ -252,12 +253,10 @@ def _forward(
     tensors = codes, signal, low, projection, next_low, target, lengths
     layer = _Layer(*tensors, step, threshold, scale, nonlinearity)
     if backend == "triton":
-        from cdt_fast.kernels import unrolled_layer as kernels
-
-        lean = next_low is None and lengths is None and _is_aligned(signal) and _is_aligned(low)
-        widest = max(signal.shape[2], (low if next_low is None else next_low).shape[0])
-        blocks = common.blocks_for(kernels.LEAN_BLOCKS if lean else kernels.BLOCKS, signal, widest)
-        with common.or_plain_torch("unrolled_layer"):
+        with common.kernels_of("unrolled_layer") as kernels:
+            lean = next_low is None and lengths is None and _is_aligned(signal) and _is_aligned(low)
+            widest = max(signal.shape[2], (low if next_low is None else next_low).shape[0])
+            blocks = common.blocks_for(kernels.LEAN_BLOCKS if lean else kernels.BLOCKS, signal, widest)
             found = kernels.forward(layer, common.card_of(signal).processors, blocks)
     next_codes, next_projection, errors = found or _forward_in_torch(layer)
     wide = torch.promote_types(signal.dtype, torch.float32)
@@ -297,14 +296,11 @@ def _gradients(
     scale: float,
     nonlinearity: common.Nonlinearity,
     projection_given: bool,  # if it was not, its gradient goes on to codes and dictionary
-    needs_signal: bool,
-    needs_codes: bool,
-    needs_dictionary: bool,
-    needs_projection: bool,
-    needs_next_dictionary: bool,
+    needs: list[bool],  # of the first five arguments
     backend: str,
 ) -> list[Tensor]:
-    """The gradients that are needed, in the order of the arguments."""
+    """Return the gradients that are needed, in the order of the arguments."""
+    needs_signal, needs_codes, needs_dictionary, needs_projection, needs_next_dictionary = needs
     tied = next_dictionary is None
     # No gradient depends on the threshold.
     layer = _Layer(codes, signal, low, projection, next_low, target, lengths, step, 0.0, scale, nonlinearity)
@@ -313,13 +309,10 @@ def _gradients(
     given = *gradients, needs_codes, needs_signal, needs_dictionary, projects
     found = None
     if backend == "triton":
-        from cdt_fast.kernels import unrolled_layer as kernels
-
-        lean = tied and lengths is None
-        blocks = common.blocks_for(kernels.LEAN_BACKWARD_BLOCKS if lean else kernels.BACKWARD_BLOCKS, signal)
-        processors = common.card_of(signal).processors
-        with common.or_plain_torch("unrolled_layer"):
-            found = kernels.backward(layer, *given, processors, blocks)
+        with common.kernels_of("unrolled_layer") as kernels:
+            lean = tied and lengths is None
+            blocks = common.blocks_for(kernels.LEAN_BACKWARD_BLOCKS if lean else kernels.BACKWARD_BLOCKS, signal)
+            found = kernels.backward(layer, *given, common.card_of(signal).processors, blocks)
     found = found or _backward_in_torch(layer, *given)
     update, residual, grad_next, grad_signal, grad_projection, grad_codes = found
     padding = common.padding_mask(lengths, signal)
@@ -342,15 +335,12 @@ def _gradients(
         if grad_dictionary is not None:
             assert codes is not None
             common.add_product(grad_dictionary, rows, common.rows_of(common.without_padding(codes, padding)))
-    gradients = grad_signal, grad_codes, grad_dictionary, grad_projection, grad_next_dictionary
-    needs = needs_signal, needs_codes, needs_dictionary, needs_projection, needs_next_dictionary
-    return common.compress(gradients, needs)
+    return common.compress((grad_signal, grad_codes, grad_dictionary, grad_projection, grad_next_dictionary), needs)
 
 
 def _gradients_fake(*arguments: Any) -> list[Tensor]:
-    tensors, needs = arguments[:5], arguments[18:23]
     # Contiguous, whatever the strides of a dictionary.
-    return [tensor.new_empty(tensor.shape) for tensor in common.compress(tensors, needs)]
+    return [tensor.new_empty(tensor.shape) for tensor in common.compress(arguments[:5], arguments[-2])]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
@@ -368,9 +358,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _backward(
     ctx: Any, grad_codes: Tensor | None, grad_projection: Tensor | None, _: None, grad_error: Tensor | None
-) -> tuple[Any, ...]:
-    if grad_codes is None and grad_projection is None and grad_error is None:
-        return (None,) * 14
+) -> Iterator[Tensor | None]:
     *needs, needs_next = ctx.needs_input_grad[:5]
     # The codes alone do not depend on the next dictionary.
     needs.append(needs_next and (grad_projection is not None or grad_error is not None))
@@ -382,38 +370,18 @@ def _backward(
         None if grad_codes is None else grad_codes.contiguous(),
         None if grad_projection is None else grad_projection.contiguous(),
         grad_error,
-        *(ctx.step, ctx.scale, ctx.nonlinearity, ctx.projection_given, *needs, ctx.backend),
+        *(ctx.step, ctx.scale, ctx.nonlinearity, ctx.projection_given, needs, ctx.backend),
     )
-    return *common.scatter(found, needs), *[None] * 9
+    return common.scatter(found, needs)
 
 
-_TENSORS = (
-    "Tensor signal, Tensor? codes, Tensor dictionary, Tensor? projection, Tensor? next_dictionary, Tensor? target, "
-    "Tensor? lengths, Tensor low, Tensor? next_low"
-)
-_direct, _operator = common.differentiable(
-    "unrolled_layer",
-    f"({_TENSORS}, float step, float threshold, float scale, str nonlinearity, str backend) "
-    "-> (Tensor, Tensor, Tensor, Tensor)",
-    _forward,
-    _forward_fake,
-    _setup_context,
-    _backward,
-)
-_gradients_operator = common.define(
-    "unrolled_layer_backward",
-    f"({_TENSORS}, Tensor next_codes, Tensor? next_projection, Tensor? grad_next_codes, Tensor? grad_next_projection, "
-    "Tensor? grad_error, float step, float scale, str nonlinearity, bool projection_given, bool needs_signal, "
-    "bool needs_codes, bool needs_dictionary, bool needs_projection, bool needs_next_dictionary, str backend) "
-    "-> Tensor[]",
-    _gradients,
-    _gradients_fake,
-)
+_direct, _operator = common.differentiable("unrolled_layer", _forward, _forward_fake, _setup_context, _backward)
+_gradients_operator = common.define("unrolled_layer_backward", _gradients, _gradients_fake)
 
 
 def _is_aligned(tensor: Tensor) -> bool:
-    """Whether rows of a contiguous tensor start on multiples of 16 bytes: else loads are narrow, and the compiler
-    passes what they load through more shared memory."""
+    """Return whether rows of a contiguous tensor start on multiples of 16 bytes: else loads are narrow, and take more
+    shared memory."""
     return (
         tensor.storage_offset() * tensor.element_size() % 16 == 0 and tensor.shape[-1] * tensor.element_size() % 16 == 0
     )
@@ -423,7 +391,7 @@ def _is_aligned(tensor: Tensor) -> bool:
 
 
 def _forward_in_torch(layer: _Layer) -> tuple[Tensor, Tensor, Tensor | None]:
-    """H⁺ `[B, T, m]`, Z⁺ `[B, T, k]` and, with a target, its squared error `[1]`."""
+    """Return H⁺ `[B, T, m]`, Z⁺ `[B, T, k]` and, with a target, its squared error `[1]`."""
     _, _, dictionary, _, next_dictionary, target, _, step, threshold, scale, name = layer
     padding, codes, signal, projection, values = _without_padding(layer)
     attention = attention_matrix(projection, scale, padding).to(signal.dtype)
@@ -450,7 +418,7 @@ def _backward_in_torch(
     needs_dictionary: bool,
     needs_projection: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor | None, Tensor | None]:
-    """dU, (1/c)(X − A Z), the whole dZ⁺, dX, dZ and dH; those that are not needed may be None.
+    """Return dU, (1/c)(X − A Z), the whole dZ⁺, dX, dZ and dH; those that are not needed may be None.
 
     The attention matrix and the residual are computed again (products of width T and n, not m), and the gradient mask
     is `next codes ≠ 0`. Sums into `[tokens, m]` run in place, inside the products where possible: on a CPU a fresh
@@ -494,7 +462,7 @@ def _backward_in_torch(
 
 
 def _without_padding(layer: _Layer) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor, Tensor]:
-    """The padding, H, X, Z and what the attention weighs in the residual: Z, or without codes Z − X."""
+    """Return the padding, H, X, Z and what the attention weighs in the residual: Z, or without codes Z − X."""
     padding = common.padding_mask(layer.lengths, layer.signal)
     codes = None if layer.codes is None else common.without_padding(layer.codes, padding)
     signal, projection = (common.without_padding(tokens, padding) for tokens in (layer.signal, layer.projection))
@@ -526,7 +494,7 @@ def _whole_grad(
 
 
 def _product_of_tokens(tokens: Tensor, matrix: Tensor, added: Tensor | None = None) -> Tensor:
-    """`tokens matrix`, or `tokens matrix + added`, for tokens `[B, T, width]`."""
+    """Return `tokens matrix`, or `tokens matrix + added`, for tokens `[B, T, width]`."""
     rows = common.rows_of(tokens)
     rows = torch.mm(rows, matrix) if added is None else torch.addmm(common.rows_of(added), rows, matrix)
     return rows.view(*tokens.shape[:-1], matrix.shape[1])
