@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import triton
 import triton.language as tl
 
@@ -9,14 +11,19 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
 
+def block_shapes(*names: str) -> Callable[..., dict[str, int]]:
+    """Return a function of the sizes of these names, warps and stages, that makes launch options of them."""
+    return lambda *sizes: dict(zip((*names, "num_warps", "num_stages"), sizes, strict=True))
+
+
 def block_width(width: int) -> int:
-    """Columns of a block that holds the width."""
+    """Return the columns of a block that holds the width."""
     return max(16, triton.next_power_of_2(width))
 
 
 @triton.jit
 def block_share(sequences, programs):
-    """The first sequence of this block of `programs`, and of the next one: as many as the others', or one fewer."""
+    """Return the first sequence of this block, one of `programs`, and of the next: as many as others, or one fewer."""
     program = tl.program_id(0).to(tl.int64)
     begin, end = program * sequences // programs, (program + 1) * sequences // programs
     return begin.to(tl.int32), end.to(tl.int32)
@@ -24,7 +31,7 @@ def block_share(sequences, programs):
 
 @triton.jit
 def rows_of_sequences(start, end, tokens, lengths, BLOCK: tl.constexpr):
-    """Rows of the whole sequences `start … end`: their offsets, which exist, which are no padding, who may see whom.
+    """Find the rows of the sequences `start … end`: their offsets, which exist, which are no padding, who may see whom.
 
     Returns the tile's first row (int64), and within the tile: row (int32), exists and counts `[BLOCK]`, visible
     `[BLOCK, BLOCK]` (query, key).
@@ -42,7 +49,7 @@ def rows_of_sequences(start, end, tokens, lengths, BLOCK: tl.constexpr):
 
 @triton.jit
 def load_rows(pointer, row, mask, start, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
-    """Columns `start … start + BLOCK_WIDTH` of the rows `row` of a contiguous `[rows, WIDTH]`; zero elsewhere."""
+    """Load columns `start … start + BLOCK_WIDTH` of the rows `row` of a contiguous `[rows, WIDTH]`; zero elsewhere."""
     column = start + tl.arange(0, BLOCK_WIDTH)
     return tl.load(
         pointer + row[:, None] * WIDTH + column[None, :], mask=mask[:, None] & (column < WIDTH)[None, :], other=0.0
@@ -53,14 +60,14 @@ def load_rows(pointer, row, mask, start, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.co
 def load_atoms(
     dictionary, start, CODE_WIDTH: tl.constexpr, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, ATOMS: tl.constexpr
 ):
-    """`ATOMS` columns of a contiguous `[WIDTH, CODE_WIDTH]`, as `[BLOCK_WIDTH, ATOMS]`; zero elsewhere."""
+    """Load `ATOMS` columns of a contiguous `[WIDTH, CODE_WIDTH]`, as `[BLOCK_WIDTH, ATOMS]`; zero elsewhere."""
     row = tl.arange(0, BLOCK_WIDTH)
     return load_rows(dictionary, row, row < WIDTH, start, CODE_WIDTH, ATOMS)
 
 
 @triton.jit
 def store_rows(pointer, row, mask, start, value, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
-    """The counterpart of `load_rows`: `value` `[rows, BLOCK_WIDTH]` is rounded to the dtype stored."""
+    """Undo `load_rows`: `value` `[rows, BLOCK_WIDTH]` is rounded to the dtype stored."""
     column = start + tl.arange(0, BLOCK_WIDTH)
     tl.store(
         pointer + row[:, None] * WIDTH + column[None, :],
@@ -71,7 +78,7 @@ def store_rows(pointer, row, mask, start, value, WIDTH: tl.constexpr, BLOCK_WIDT
 
 @triton.jit
 def softmax_tile(scores, visible):
-    """Softmax over the visible keys of each row (in base 2: `scores` carry log2 e), and its log-sum-exp in base 2.
+    """Compute the softmax over the visible keys of each row (`scores` carry log2 e), and its log-sum-exp in base 2.
 
     A row that sees nothing gets weights of zero and a log-sum-exp of +∞, which makes its weights zero again in a
     backward that computes `exp2(scores − log-sum-exp)`. Sequences share a tile, so a NaN reaches its neighbors in it.
@@ -96,7 +103,7 @@ def tile_scores(
     ENERGY: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """β S of a tile, times log2 e, `[ROWS, ROWS]` in float32."""
+    """Compute β S of a tile, times log2 e, `[ROWS, ROWS]` in float32."""
     scores = tl.zeros((ROWS, ROWS), tl.float32)
     for start in range(0, WIDTH, COLUMNS):
         chunk = load_rows(z, row, counts, start, WIDTH, COLUMNS)

@@ -40,12 +40,6 @@ def _capped(logits, softcap):
 
 
 @triton.jit
-def _slope(decay):
-    # Of the cap, from exp(−2 |logits / c|). Not 1 − ratio²: near the cap that is the rounding error of the ratio.
-    return 4.0 * decay / ((1.0 + decay) * (1.0 + decay))
-
-
-@triton.jit
 def _finite(highest):
     # Nothing but −inf so far: without this a difference from it would be NaN, as −inf − (−inf) is.
     return tl.where(highest == float("-inf"), 0.0, highest)
@@ -108,17 +102,17 @@ def cross_entropy_kernel(
         for start in range(0, vocabulary, COLUMNS):
             columns = start + offsets
             x = tl.load(logits + columns, mask=columns < read, other=0.0).to(tl.float32)
-            decay = x
             if softcap is not None:
                 decay = tl.exp(-2.0 * tl.abs(x / softcap))
-                x = softcap * _tanh(x / softcap)
+                x = _capped(x, softcap)
             gradient = tl.exp(x - (highest + above))
             if HAS_SMOOTHING:
                 gradient -= smoothing / vocabulary
             # In float32 before the rounding: in bfloat16 p − 1 of a confident token would be noise.
             gradient = tl.where(columns == target, gradient - (1.0 - smoothing), gradient)
             if softcap is not None:
-                gradient *= _slope(decay)
+                # The cap's slope. Not 1 − ratio²: near the cap that is the rounding error of the ratio.
+                gradient *= 4.0 * decay / ((1.0 + decay) * (1.0 + decay))
             gradient = tl.where(silent, 0.0, gradient * scale)
             tl.store(logits + columns, gradient.to(logits.dtype.element_ty), mask=columns < vocabulary)
 

@@ -31,7 +31,7 @@ BLOCKS = {
 
 @triton.jit
 def apply_nonlinearity(value, threshold, NONLINEARITY: tl.constexpr):
-    """φ, written so that NaN, for which every comparison is false, stays NaN."""
+    """Apply φ, written so that NaN, for which every comparison is false, stays NaN."""
     if NONLINEARITY == "relu":
         value = tl.where(value <= 0, 0.0, value)
     elif NONLINEARITY == "soft_threshold":
@@ -133,7 +133,7 @@ def _load_update(
     CODE_WIDTH: tl.constexpr,
     ATOMS: tl.constexpr,
 ):
-    """Columns of dU, from dH⁺ and H⁺; a code that is NaN is not zero, and its gradient passes."""
+    """Load columns of dU, from dH⁺ and H⁺; a code that is NaN is not zero, and its gradient passes."""
     update = load_rows(grad_output, row, exists, start, CODE_WIDTH, ATOMS)
     if not PASSES_EVERYWHERE:
         passes = load_rows(output, row, exists, start, CODE_WIDTH, ATOMS) != 0
@@ -151,7 +151,7 @@ def forward(
     keep_residual: bool,
     blocks: Mapping[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
-    """The next codes `[rows, m]` and, if it is kept, X − H Dᵀ `[rows, n]`; n is at most 256.
+    """Return the next codes `[rows, m]` and, if it is kept, X − H Dᵀ `[rows, n]`; n is at most 256.
 
     All tensors are contiguous and of one dtype.
     """
@@ -179,7 +179,7 @@ def backward(
     needs_update: bool,
     blocks: Mapping[str, Any],
 ) -> tuple[Tensor | None, Tensor, Tensor | None]:
-    """dH `[rows, m]`, dX `[rows, n]` and dU `[rows, m]`; dH and dU are None if they are not needed.
+    """Return dH `[rows, m]`, dX `[rows, n]` and dU `[rows, m]`; dH and dU are None if they are not needed.
 
     All tensors are contiguous and of one dtype.
     """

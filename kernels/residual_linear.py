@@ -95,7 +95,7 @@ def forward(
     nonlinearity: str,
     blocks: Mapping[str, Any],
 ) -> Tensor:
-    """`φ(residual + α x W)`, `[rows, m]`, contiguous, in the dtype of x; the operands may have any strides.
+    """Return `φ(residual + α x W)`, `[rows, m]`, contiguous, in the dtype of x; the operands may have any strides.
 
     The residual is `[rows, m]` or `[m]`.
     """

@@ -35,6 +35,7 @@ from torch import Tensor
 from cdt_fast.kernels._common import (
     LN_2,
     LOG2_E,
+    block_shapes,
     block_width,
     load_rows,
     rows_of_sequences,
@@ -43,15 +44,7 @@ from cdt_fast.kernels._common import (
     tile_scores,
 )
 
-
-def _packed(rows: int, columns: int, num_warps: int, num_stages: int) -> dict[str, int]:
-    return {"ROWS": rows, "COLUMNS": columns, "num_warps": num_warps, "num_stages": num_stages}
-
-
-def _streaming(rows: int, keys: int, num_warps: int, num_stages: int) -> dict[str, int]:
-    return {"ROWS": rows, "KEYS": keys, "num_warps": num_warps, "num_stages": num_stages}
-
-
+_packed, _streaming = block_shapes("ROWS", "COLUMNS"), block_shapes("ROWS", "KEYS")
 # By the tokens of a sequence. With four warps 16-bit tiles of 64 rows spill, with eight they do not; 128 rows spill on
 # consumer cards. Without wgmma 32 columns at a time spill 8 to 16 bytes in the forward, and 16 columns do with dz.
 PACKED_BLOCKS = {
@@ -177,7 +170,7 @@ def packed_backward_kernel(
 
 @triton.jit
 def block_of_rows(tokens, blocks_per_sequence, lengths, ROWS: tl.constexpr):
-    """This block's positions `[ROWS]` in its sequence, the sequence's first row (int64) and how many tokens count."""
+    """Return this block's positions `[ROWS]` in its sequence, whose first row (int64) and how many tokens count."""
     sequence = tl.program_id(0) // blocks_per_sequence
     position = (tl.program_id(0) % blocks_per_sequence) * ROWS + tl.arange(0, ROWS)
     length = tokens
@@ -189,13 +182,13 @@ def block_of_rows(tokens, blocks_per_sequence, lengths, ROWS: tl.constexpr):
 
 @triton.jit
 def weigh(scores, log_sum):
-    """`exp(scores − log_sum)`: the difference first, as log2 e would round a large score and a large sum apart."""
+    """Compute `exp(scores − log_sum)`: the difference first, as log2 e would round two large numbers apart."""
     return tl.exp2((scores - log_sum) * LOG2_E)
 
 
 @triton.jit
 def pair_scores(own, other, own_norm, norms, key, mask, scale, PRECISION: tl.constexpr):
-    """β S_ij and β S_ji of two tiles of z, both laid out `[own, other]`; `norms` is None without `energy`."""
+    """Compute β S_ij and β S_ji of two tiles of z, both laid out `[own, other]`; `norms` is None without `energy`."""
     scores = tl.dot(own, tl.trans(other), input_precision=PRECISION)
     mirrored = scores
     if norms is not None:
@@ -374,7 +367,7 @@ def forward(
     keep_remainder: bool,
     blocks: Mapping[str, Any],
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The output `[B, T, k]`, the rows' log-sum-exp `[B, T]` and, if it is kept, what rounding took off."""
+    """Return the output `[B, T, k]`, the rows' log-sum-exp `[B, T]` and, if it is kept, what rounding took off."""
     (sequences, tokens, width), tied = z.shape, values is None
     value_width = (z if values is None else values).shape[-1]
     output = torch.empty_like(z if values is None else values)
@@ -425,7 +418,7 @@ def backward(
     packed: bool,
     blocks: Mapping[str, Any],
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of z and of the values, those that are needed.
+    """Return the gradients of z and of the values, those that are needed.
 
     Packed, nothing that the forward has found is read. Streaming without a remainder, the error of the output's
     rounding reaches the gradient of z.
@@ -467,7 +460,7 @@ def backward(
 
 
 def row_dots(left: Tensor, right: Tensor, remainder: Tensor | None = None) -> Tensor:
-    """`Σ left ∘ (right + remainder)` over the last dimension, `[..., width]` (contiguous) → `[...]` float32."""
+    """Sum `left ∘ (right + remainder)` over the last dimension, `[..., width]` (contiguous) → `[...]` float32."""
     output, width = left.new_empty(left.shape[:-1], dtype=torch.float32), left.shape[-1]
     held = block_width(width)
     height = max(1, 2048 // held)

@@ -17,7 +17,7 @@ Without codes they are H = (1/c) X D, which nobody forms: with V = Z − X in th
 # The checker takes a `@triton.jit` function that is called in another for one that never returns.
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cdt_fast.kernels._common import (
+    block_shapes,
     block_share,
     block_width,
     load_atoms,
@@ -37,9 +38,7 @@ from cdt_fast.kernels._common import (
 )
 from cdt_fast.kernels.lista_step import apply_nonlinearity
 
-
-def _blocks(rows: int, atoms: int, columns: int, num_warps: int, num_stages: int) -> dict[str, int]:
-    return {"ROWS": rows, "ATOMS": atoms, "COLUMNS": columns, "num_warps": num_warps, "num_stages": num_stages}
+_blocks = block_shapes("ROWS", "ATOMS", "COLUMNS")
 
 
 # By the greater width, of the signal or of the next projection. Tiles of 128 rows spill, and tiles of float32 leave no
@@ -68,7 +67,7 @@ LEAN_BACKWARD_BLOCKS = {**BACKWARD_BLOCKS, "consumer": _blocks(64, 64, 32, 8, 2)
 def load_values(
     signal, projection, row, mask, start, FIRST: tl.constexpr, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr
 ):
-    """Columns of what the attention weighs in the residual: Z, or in the first layer V = Z − X."""
+    """Load columns of what the attention weighs in the residual: Z, or in the first layer V = Z − X."""
     values = load_rows(projection, row, mask, start, WIDTH, BLOCK_WIDTH)
     if FIRST:
         left = load_rows(signal, row, mask, start, WIDTH, BLOCK_WIDTH)
@@ -89,7 +88,7 @@ def residual_columns(
     BLOCK_WIDTH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Columns of X − A Z, or in the first layer of X − A V."""
+    """Compute columns of X − A Z, or in the first layer of X − A V."""
     left = load_rows(signal, row, mask, start, WIDTH, BLOCK_WIDTH).to(tl.float32)
     values = load_values(signal, projection, row, mask, start, FIRST, WIDTH, BLOCK_WIDTH)
     return left - tl.dot(attention.to(values.dtype), values, input_precision=PRECISION)
@@ -295,7 +294,7 @@ def unrolled_backward_kernel(
 
 
 def _share(sequences: int, tokens: int, processors: int, blocks: Mapping[str, Any]) -> int:
-    """In how many programs every block gets as many whole sequences as any other, or one fewer.
+    """Return in how many programs every block gets as many whole sequences as any other, or one fewer.
 
     The last wave of them is full: a multiprocessor holds one block of eight warps, by its registers.
     """
@@ -309,7 +308,7 @@ def _share(sequences: int, tokens: int, processors: int, blocks: Mapping[str, An
 # The layer: the resolved arguments of `cdt_fast.ops.unrolled_layer`, contiguous and, but for the target, of one dtype;
 # T is at most 64, n and k at most 256.
 def forward(layer: Any, processors: int, blocks: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor | None]:
-    """H⁺ `[B, T, m]`, Z⁺ `[B, T, k]` and, with a target, the squared error of each block's sequences, float32."""
+    """Return H⁺ `[B, T, m]`, Z⁺ `[B, T, k]` and, with a target, the squared error of each block, in float32."""
     codes, signal, dictionary, projection, next_dictionary, target, lengths, step, threshold, scale, name = layer
     (sequences, tokens, width), code_width = signal.shape, dictionary.shape[1]
     next_width = width if next_dictionary is None else next_dictionary.shape[0]
@@ -342,14 +341,12 @@ def backward(
     grad_next_codes: Tensor | None,
     grad_next_projection: Tensor | None,
     grad_error: Tensor | None,
-    needs_codes: bool,
-    needs_signal: bool,
-    needs_dictionary: bool,
-    needs_projection: bool,
+    needs: Sequence[bool],  # of signal, codes, dictionary and projection
     processors: int,
     blocks: Mapping[str, Any],
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor | None, Tensor | None]:
-    """dU, (1/c)(X − A Z), the whole dZ⁺, dX, dZ and dH; None or, for dX, anything, if not needed."""
+    """Return dU, (1/c)(X − A Z), the whole dZ⁺, dX, dZ and dH; None or, for dX, anything, if not needed."""
+    needs_signal, needs_codes, needs_dictionary, needs_projection = needs
     codes, signal, dictionary, projection, next_dictionary, target, lengths, step, _, scale, name = layer
     (sequences, tokens, width), code_width = signal.shape, dictionary.shape[1]
     next_width = width if next_dictionary is None else next_dictionary.shape[0]

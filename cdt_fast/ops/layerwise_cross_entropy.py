@@ -557,10 +557,8 @@ def _forward(
     return total, per_depth, factor, *found
 
 
-def _forward_fake(
-    hidden: list[Tensor], weight: Tensor, bias: Any, targets: list[Tensor], sample: Tensor | None, _: Any, *flat: Any
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    options = _Options(*flat)
+def _forward_fake(hidden: list[Tensor], weight: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    options = _Options(*others[4:])
     losses = weight.new_empty(len(hidden), dtype=options.wide)
     found = _empty_gradients(hidden, weight, options, options.wide) if options.fused else []
     return losses.new_empty(()), losses, losses.new_empty(()), found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -300,13 +300,12 @@ def _gradients(
     backend: str,
 ) -> list[Tensor]:
     """Return the gradients that are needed, in the order of the arguments."""
-    needs_signal, needs_codes, needs_dictionary, needs_projection, needs_next_dictionary = needs
+    _, needs_codes, needs_dictionary, needs_projection, needs_next_dictionary = needs
     tied = next_dictionary is None
     # No gradient depends on the threshold.
     layer = _Layer(codes, signal, low, projection, next_low, target, lengths, step, 0.0, scale, nonlinearity)
-    gradients = next_codes, next_projection, grad_next_codes, grad_next_projection, grad_error
     projects = needs_projection if projection_given else needs_codes or needs_dictionary
-    given = *gradients, needs_codes, needs_signal, needs_dictionary, projects
+    given = next_codes, next_projection, grad_next_codes, grad_next_projection, grad_error, [*needs[:3], projects]
     found = None
     if backend == "triton":
         with common.kernels_of("unrolled_layer") as kernels:
@@ -413,10 +412,7 @@ def _backward_in_torch(
     grad_next_codes: Tensor | None,
     grad_next_projection: Tensor | None,
     grad_error: Tensor | None,
-    needs_codes: bool,
-    needs_signal: bool,
-    needs_dictionary: bool,
-    needs_projection: bool,
+    needs: Sequence[bool],  # of signal, codes, dictionary and projection
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor | None, Tensor | None]:
     """Return dU, (1/c)(X − A Z), the whole dZ⁺, dX, dZ and dH; those that are not needed may be None.
 
@@ -425,8 +421,19 @@ def _backward_in_torch(
     tensor of that size can cost as much as a product.
     """
     _, _, dictionary, _, next_dictionary, target, _, step, _, scale, nonlinearity = layer
+    needs_signal, needs_codes, needs_dictionary, needs_projection = needs
     padding, codes, signal, projection, values = _without_padding(layer)
-    grad_next = _whole_grad(next_projection, target, grad_next_projection, grad_error, padding)
+    grad_next = None if grad_next_projection is None else common.without_padding(grad_next_projection, padding)
+    # A loss that does not count gives no gradient, also where it is infinite: 0 · ∞ = NaN. On a GPU the host would have
+    # to wait to look at its weight.
+    on_cpu = grad_error is not None and grad_error.device.type == "cpu"
+    if grad_error is not None and target is not None and not (on_cpu and grad_error == 0):
+        assert next_projection is not None
+        error = next_projection.to(grad_error.dtype, copy=True)
+        error.sub_(common.without_padding(target, padding)).mul_(2 * grad_error)
+        if not on_cpu:
+            error.masked_fill_(grad_error == 0, 0.0)
+        grad_next = (error if grad_next is None else error.add_(grad_next)).to(next_projection.dtype)
     if grad_next_codes is not None:
         grad_next_codes = common.without_padding(grad_next_codes, padding)
     if grad_next is not None:
@@ -467,30 +474,6 @@ def _without_padding(layer: _Layer) -> tuple[Tensor | None, Tensor | None, Tenso
     codes = None if layer.codes is None else common.without_padding(layer.codes, padding)
     signal, projection = (common.without_padding(tokens, padding) for tokens in (layer.signal, layer.projection))
     return padding, codes, signal, projection, projection - signal if codes is None else projection
-
-
-def _whole_grad(
-    next_projection: Tensor | None,
-    target: Tensor | None,
-    arrived: Tensor | None,
-    grad_error: Tensor | None,
-    padding: Tensor | None,
-) -> Tensor | None:
-    """The whole dZ⁺ `[B, T, k]`: what has arrived, and the loss's part `2 dε (Z⁺ − S)`."""
-    if arrived is not None:
-        arrived = common.without_padding(arrived, padding)
-    # A loss that does not count gives no gradient, also where it is infinite: 0 · ∞ = NaN. On a GPU the host would have
-    # to wait to look at its weight.
-    on_cpu = grad_error is not None and grad_error.device.type == "cpu"
-    if grad_error is None or target is None or next_projection is None or (on_cpu and grad_error == 0):
-        return arrived
-    error = next_projection.to(grad_error.dtype, copy=True)
-    error.sub_(common.without_padding(target, padding)).mul_(2 * grad_error)
-    if not on_cpu:
-        error.masked_fill_(grad_error == 0, 0.0)
-    if arrived is not None:
-        error += arrived
-    return error.to(next_projection.dtype)
 
 
 def _product_of_tokens(tokens: Tensor, matrix: Tensor, added: Tensor | None = None) -> Tensor:
