@@ -178,13 +178,6 @@ def test_captured_steps_are_the_eager_ones(model: str, constraints: str, precisi
         assert eager.duals.multipliers.max() > 0
 
 
-def test_accumulated_steps_are_the_eager_ones() -> None:
-    captured, eager = (Steps("untied", "ascent", captured=captured, epoch=ACCUMULATED) for captured in (True, False))
-    captured.take(45)
-    eager.take(45)
-    assert_same(captured.state(), eager.state(), "fp32")
-
-
 def test_eager_work_between_replays_disturbs_neither() -> None:
     """As the validation between steps: it allocates, and must not get the memory of the graphs."""
     captured, eager = (Steps("tied", "adam", captured=captured) for captured in (True, False))

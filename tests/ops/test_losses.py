@@ -68,17 +68,6 @@ def test_weights_of_any_kind_and_depths_that_they_switch_off(op: str, kind: str)
 
 
 @BOTH
-def test_all_weights_zero_and_nothing_to_differentiate(op: str) -> None:
-    case = build(op, depth_weights=[0.0] * 3)
-    leaves = leaves_of(case)
-    total, losses = call(case, leaves)
-    assert total.item() == 0
-    assert (losses > 0).all()
-    frozen = {name: each.detach() if name not in DEPTHS else each for name, each in leaves.items()}
-    assert not call(case, frozen)[0].requires_grad
-
-
-@BOTH
 def test_one_depth_and_no_leading_dimension(op: str) -> None:
     case = build(op, leading=(), tokens=1)
     depth = leaf(case.tensors["h0"][0])

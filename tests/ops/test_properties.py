@@ -132,19 +132,6 @@ def test_a_step_far_beyond_the_bound_does_raise_it() -> None:
         assert rose.any(), "the test above could not fail"
 
 
-def test_many_steps_reach_the_minimizer() -> None:
-    # The optimality of the lasso: |Dᵀ r| ≤ λ₁, with equality and the sign of the code where a code is not zero.
-    dictionary, signal, sparsity = normal(14, 5, 8), normal(15, 3, 5), 0.5
-    step = 1 / squared_spectral_norm(dictionary).item()
-    codes = torch.zeros(3, 8, dtype=torch.float64)
-    for _ in range(4000):
-        codes = ops.lista_step(codes, signal, dictionary, step=step, threshold=sparsity * step)
-    correlation = (signal - codes @ dictionary.T) @ dictionary
-    assert (correlation.abs() <= sparsity + 1e-8).all()
-    assert_close([correlation[codes != 0]], [sparsity * torch.sign(codes[codes != 0])], tolerance=1e-8)
-    assert 0 < (codes == 0).sum() < codes.numel()
-
-
 # Attention
 
 
@@ -232,18 +219,6 @@ def test_lengths_of_few_bits(tokens: int, dtype: torch.dtype) -> None:
     assert_equal([ops.symmetric_attention(z, lengths=lengths)], [ops.symmetric_attention(z, lengths=lengths.long())])
 
 
-@pytest.mark.parametrize(
-    "name", ["symmetric_attention with all", "unrolled_layer with all", "layerwise_reconstruction_loss with all"]
-)
-def test_lengths_out_of_range_count_as_the_nearest_in_it(name: str) -> None:
-    found = []
-    for lengths in ([9, -2], [3, 0]):
-        case = variant(name)
-        case.options["lengths"] = torch.tensor(lengths)
-        found.append(results(case))
-    assert_equal(*found)
-
-
 def test_a_nan_in_an_upstream_gradient_stays_away_from_padding_and_from_other_samples() -> None:
     for name in ("symmetric_attention with all", "unrolled_layer with all"):
         case = variant(name, tokens=6)
@@ -259,17 +234,6 @@ def test_a_nan_in_an_upstream_gradient_stays_away_from_padding_and_from_other_sa
 
 
 # The layer
-
-
-def test_the_gradient_of_a_given_projection_flows_to_it_and_not_twice() -> None:
-    found = []
-    for handed in (False, True):
-        case = build("unrolled_layer")
-        leaves = leaves_of(case)
-        projection = {"projection": leaves["codes"] @ leaves["dictionary"].T} if handed else {}
-        outputs = call(case, leaves | projection)
-        found.append([*outputs, *differentiate(outputs, list(leaves.values()))])
-    assert_close(*found)
 
 
 def test_the_dictionary_itself_as_the_next_one_gets_one_gradient() -> None:
