@@ -526,7 +526,9 @@ def check_depths(name: str, tensors: Any, shape: tuple[int, ...] | None, layout:
         check_shape(f"{name}[{depth}]", tensor, tuple(tensors[0].shape) if shape is None else shape, layout)
 
 
-def weights_of_depths(depth_weights: Tensor | Sequence[float] | None, depths: int) -> Tensor | None:
+def weights_of_depths(
+    depth_weights: Tensor | Sequence[float] | None, depths: int, name: str = "depth_weights"
+) -> Tensor | None:
     """Return the weights of the depths as a tensor `[depths]`, or None without weights."""
     if depth_weights is None:
         return None
@@ -535,8 +537,8 @@ def weights_of_depths(depth_weights: Tensor | Sequence[float] | None, depths: in
         dtype = depth_weights.dtype if isinstance(depth_weights, Tensor) else torch.float64
         weights = torch.as_tensor(depth_weights, dtype=dtype)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-        raise InputError(f"depth_weights must be {depths} numbers, got {describe(depth_weights)}") from error
-    check_shape("depth_weights", weights, (depths,), "one weight a depth")
+        raise InputError(f"{name} must be {depths} numbers, got {describe(depth_weights)}") from error
+    check_shape(name, weights, (depths,), "one weight for each depth")
     return weights
 
 

@@ -96,6 +96,10 @@ class LayerLosses:
             a tensor that changes in place need not be set again.
     """
 
+    # A misspelled `weights` is an error and not a new attribute.
+    __slots__ = ("_checked", "_inner_fraction", "_layout", "_pooling", "_reader", "_wrapped", "layers", "model")
+    __slots__ += ("num_constraints", "reads_tokens", "shifts_labels", "taps", "weights")
+
     def __init__(
         self, layout: Layout, taps: tuple[int, ...], inner_fraction: float, inner_pooling: InnerPooling
     ) -> None:
@@ -145,7 +149,7 @@ class LayerLosses:
             return logits[: len(self.taps)]
         shift, labels = self.shifts_labels and shifted is None, labels if shifted is None else shifted
         targets, count = targets_of(labels, self._layout.classes, shift=shift, items=items)
-        weights = weights_of_depths(self.weights, len(self.taps))
+        weights = weights_of_depths(self.weights, len(self.taps), "weights of the handle")
         training = self.model.training
         fraction, whole_logits = (self._inner_fraction if training else 1.0), self.reads_tokens and not training
         form = functools.partial(self._losses, targets=targets, weights=weights, inner_fraction=fraction)

@@ -256,8 +256,10 @@ def test_labels_and_weights_that_cannot_be_used(name: str) -> None:
     wrong_weights: list[Any] = [[1.0], "one", torch.ones(3)]
     for weights in wrong_weights:
         handle.weights = weights
-        with pytest.raises(InputError, match="depth_weights"):
+        with pytest.raises(InputError, match="^weights of the handle"):
             model(**inputs, labels=labels)
+    with pytest.raises(AttributeError, match="weigths"):
+        handle.weigths = None  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises(InputError, match="takes no depth_weights: set weights on the handle"):
         model(**inputs, labels=labels, depth_weights=WEIGHTS)
 
