@@ -96,7 +96,7 @@ def build_parser() -> Parser:
         _add_settings(_command(tasks, name, commands.train, task.text), name, task)
 
     text = "measure a run on its held-out data, and write its report"
-    add = _command(shown, "evaluate", commands.evaluate, text, "evaluate runs/mine --gammas 0.1,0.5,1.0").add_argument
+    add = _command(shown, "evaluate", commands.evaluate, text, "evaluate runs/mine --gammas 10,30,50").add_argument
     add("folder", metavar="RUN", help="run folder")
     text = "noise levels in place of those of the run's settings; evaluation.json and the report are replaced"
     add("--gammas", metavar="LIST", help=text)
