@@ -17,7 +17,7 @@ from cdt_fast.bench.measure import measure
 from cdt_fast.bench.suites import SUITES
 from cdt_fast.checks import InputError, check_integer
 from cdt_fast.files import write_json
-from cdt_fast.training.allocator import disable_malloc_trim
+from cdt_fast.training.execution import disable_malloc_trim
 
 
 def run_command(options: argparse.Namespace) -> int:

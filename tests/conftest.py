@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import hypothesis
 import numpy as np
@@ -19,7 +20,8 @@ from cdt_fast.cli import commands
 from cdt_fast.training import loop, report
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.video.settings import VideoSettings
-from tests.runs import evaluate_run, settings_of, train
+from tests import runs
+from tests.runs import evaluate_run, settings_of
 from tests.tiny import TINY, scrolling_clip
 
 # The same examples each time: a failure of one run is one of the next.
@@ -104,30 +106,17 @@ def untrained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(commands, "_evaluate", lambda *_: 0)
 
 
-@dataclass(frozen=True)
-class TrainedRuns:
-    """Two evaluated runs on the same clip; read only."""
-
-    constrained: Path
-    plain: Path
-
-
 @pytest.fixture(scope="session")
-def trained(
-    tmp_path_factory: pytest.TempPathFactory, clip: Path, tiny_config: Callable[..., VideoSettings]
-) -> TrainedRuns:
+def trained(tmp_path_factory: pytest.TempPathFactory, tiny_config: Callable[..., VideoSettings]) -> SimpleNamespace:
+    """The folders of two evaluated runs on the same clip; read only."""
     folder = tmp_path_factory.mktemp("runs")
-    paths = []
-    for name, constrained in (("constrained", True), ("plain", False)):
-        config = tiny_config(constrained=constrained, steps=30)
-        run = RunFolder.create(folder / name, config)
-        train(run, config, progress=False)
-        evaluate_run(run, config)
-        paths.append(run.path)
-    return TrainedRuns(*paths)
+    for name in ("constrained", "plain"):
+        config = tiny_config(constrained=name == "constrained", steps=30)
+        evaluate_run(runs.trained(config, folder / name), config)
+    return SimpleNamespace(constrained=folder / "constrained", plain=folder / "plain")
 
 
 @pytest.fixture
-def copied_run(trained: TrainedRuns, tmp_path: Path) -> RunFolder:
+def copied_run(trained: SimpleNamespace, tmp_path: Path) -> RunFolder:
     """A copy of the constrained run that a test may damage."""
     return RunFolder(shutil.copytree(trained.constrained, tmp_path / "run"))

@@ -12,7 +12,7 @@ from cdt_fast.checks import InputError, suggestion
 from cdt_fast.files import read_toml
 from cdt_fast.tasks import TASKS, make_absolute, open_evaluated, open_run
 from cdt_fast.training.run_folder import RunFolder
-from cdt_fast.training.settings import SECTIONS, RunSettings
+from cdt_fast.training.settings import RunSettings
 
 FOLDER = Path(__file__).parent
 
@@ -70,14 +70,13 @@ class PlannedRun(NamedTuple):
         if not RunFolder(self.path).config.exists():
             return "new"
         _, there = open_run(self.path, trained=False)
-        for section in SECTIONS:
-            present = vars(getattr(there, section))
-            for name, value in vars(getattr(self.settings, section)).items():
-                if present.get(name) != value:
-                    raise InputError(
-                        f"{self.path}: holds a run with [{section}] {name} {present.get(name)!r}, and the experiment "
-                        f"has {value!r}; choose another folder with --out"
-                    )
+        present = there.values()
+        for name, value in self.settings.values().items():
+            if present.get(name) != value:
+                raise InputError(
+                    f"{self.path}: holds a run with {name} {present.get(name)!r}, and the experiment has {value!r}; "
+                    "choose another folder with --out"
+                )
         try:
             done = open_evaluated(self.path).evaluation.finished and (self.path / "report.md").exists()
         except InputError:  # not evaluated, or before it was trained further, or by an older version

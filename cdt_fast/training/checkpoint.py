@@ -14,10 +14,10 @@ from cdt_fast.files import parsed_json, replaced_atomically, shown
 from cdt_fast.tensor_file import load_tensors, serialized
 
 _FORMAT = "cdt_fast checkpoint 3"
-# Settings that may differ between two resumptions of a run: places, and what the training can change on the way.
+# Settings that may differ between two resumptions of a run: places, and what can change on the way or comes after it.
 _NOT_OF_THE_RUN = (
     *("source", "model", "embedding", "pretrained", "download", "device", "precision"),
-    *("steps", "epochs", "validate_every"),
+    *("steps", "epochs", "validate_every", "gammas"),
 )
 
 
@@ -57,8 +57,19 @@ def load_checkpoint(path: str | os.PathLike[str], *, run: Mapping[str, Any] | No
         state = {**_decoded(document, tensors)}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise InputError(f"{path}: is damaged ({type(error).__name__}: {error})") from error
-    if run is not None:
-        _check_training_state(path, state["run"], run, tensors)
+    if run is None:
+        return state
+    for name, here in run.items():
+        there = state["run"].get(name)
+        if there != here:
+            raise InputError(
+                f"{path}: is of another run, or does not fit config.toml: {name} was {shown(there)}, is {shown(here)}"
+            )
+    for key, tensor in tensors.items():
+        name = key.partition(".")[2]  # see `_encoded`
+        kept = name.startswith(("model.", "optimizer.", "constraints."))
+        if kept and tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            raise InputError(f"{path}: holds NaN or infinity in {name}; train again, with a lower --lr")
     return state
 
 
@@ -72,28 +83,7 @@ def saved_step(path: str | os.PathLike[str]) -> int:
 
 def run_identity(settings: Any) -> dict[str, Any]:
     """Return the settings that a checkpoint belongs to, for `load_checkpoint`."""
-    return {
-        f"[{section}] {name}": value
-        for section in ("data", "model", "constraints", "training")
-        for name, value in vars(getattr(settings, section)).items()
-        if name not in _NOT_OF_THE_RUN
-    }
-
-
-def _check_training_state(
-    path: str | os.PathLike[str], saved: Mapping[str, Any], run: Mapping[str, Any], tensors: Mapping[str, Tensor]
-) -> None:
-    for name, here in run.items():
-        there = saved.get(name)
-        if there != here:
-            raise InputError(
-                f"{path}: is of another run, or does not fit config.toml: {name} was {shown(there)}, is {shown(here)}"
-            )
-    for key, tensor in tensors.items():
-        name = key.partition(".")[2]  # see `_encoded`
-        kept = name.startswith(("model.", "optimizer.", "constraints."))
-        if kept and tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-            raise InputError(f"{path}: holds NaN or infinity in {name}; train again, with a lower --lr")
+    return {name: value for name, value in settings.values().items() if name.split()[1] not in _NOT_OF_THE_RUN}
 
 
 def _encoded(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:

@@ -8,8 +8,8 @@ from typing import Any
 
 from cdt_fast.constraints.constraints import DescentConstraints
 from cdt_fast.files import write_json
-from cdt_fast.training.allocator import disable_malloc_trim
 from cdt_fast.training.checkpoint import load_checkpoint, run_identity
+from cdt_fast.training.execution import disable_malloc_trim
 from cdt_fast.training.optimizer import build_constraints
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.training.settings import RunSettings
@@ -28,22 +28,17 @@ def evaluate_run(folder: RunFolder, settings: RunSettings, task: Task, progress:
     progress_made = {"trained_steps": state["step"], "steps": state["steps"]}
     if state["best"] is not None:
         progress_made |= {"kept_step": state["best"]["step"], "warmup_steps": settings.warmup_steps(len(data.train))}
-        progress_made |= _validated(folder, state)
+        logged = [entry for entry in folder.read_metrics() if "validation" in entry and entry["step"] <= state["step"]]
+        if logged and logged[0]["step"] == 0:
+            untrained, final = (entry["validation"]["loss"][-1] for entry in (logged[0], logged[-1]))
+            kept = state["best"]["loss"][-1]
+            progress_made |= {"untrained_loss": untrained, "kept_loss": kept, "final_loss": final}
     measured = task.evaluate(folder, settings, data, progress)
     evaluation = task.Evaluation.model_validate({**judged(measured, settings, constraints), **progress_made})
     run = EvaluatedRun(folder, settings, task, evaluation)
     evaluation.success, evaluation.verdict = verdict(run)
     write_json(folder.evaluation, evaluation.model_dump(mode="json"))
     return run
-
-
-def _validated(folder: RunFolder, state: dict[str, Any]) -> dict[str, float]:
-    """Return the validation losses at the start, of the kept model and at the end; nothing if the start has none."""
-    logged = [entry for entry in folder.read_metrics() if "validation" in entry and entry["step"] <= state["step"]]
-    if not logged or logged[0]["step"] > 0:
-        return {}
-    untrained, final = (entry["validation"]["loss"][-1] for entry in (logged[0], logged[-1]))
-    return {"untrained_loss": untrained, "kept_loss": state["best"]["loss"][-1], "final_loss": final}
 
 
 def judged(measured: dict[str, Any], settings: RunSettings, constraints: DescentConstraints) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +16,7 @@ from cdt_fast.training.settings import RunSettings
 from cdt_fast.training.task import Task, Workload
 
 _PRODUCTS = {"bf16": "products in bfloat16, weights and sums in float32", "fp32": "float32", "ieee": "IEEE float32"}
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 @dataclass(frozen=True)
@@ -65,3 +68,13 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Return the tensor on `device`, without waiting for the copy."""
     # From pageable memory the copy would synchronize with the host.
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def disable_malloc_trim() -> bool:
+    """Make glibc reuse the memory of freed tensors, and say whether that could be set (glibc on Linux).
+
+    A step frees and allocates the same large tensors again and again. By default each of 32 MiB and more is mapped
+    anew, and its page faults can cost more time than the matrix product that fills it.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform.startswith("linux") else None
+    return mallopt is not None and bool(mallopt(_M_MMAP_THRESHOLD, 1 << 30) and mallopt(_M_TRIM_THRESHOLD, 2**31 - 1))

@@ -19,10 +19,9 @@ from tqdm import tqdm
 
 from cdt_fast.checks import InputError, printable
 from cdt_fast.constraints.presets import REFERENCE_MEASUREMENTS
-from cdt_fast.training.allocator import disable_malloc_trim
 from cdt_fast.training.checkpoint import load_checkpoint, run_identity, save_checkpoint
 from cdt_fast.training.cuda_graph import CapturedStep, CudaGraphs, Graphs
-from cdt_fast.training.execution import resolve_execution
+from cdt_fast.training.execution import disable_malloc_trim, resolve_execution
 from cdt_fast.training.interruption import Interrupted, on_signals
 from cdt_fast.training.optimizer import (
     TrainingStep,
@@ -302,10 +301,11 @@ class Trainer:
         first, last, guess = losses[0], losses[-1], self.workload.guess_loss
         defaults = type(self.settings)().values()
         changed = [
-            f"[{section}] {name} {value}"
-            for section in ("data", "model")
-            for name, value in vars(getattr(self.settings, section)).items()
-            if name not in ("source", "download") and value != defaults[name]
+            f"{name} {value}"
+            for name, value in self.settings.values().items()
+            if name.startswith(("[data]", "[model]"))
+            and name.split()[1] not in ("source", "download")
+            and value != defaults[name]
         ]
         problem = f"the untrained network's loss at the last depth is {last:.4g} where that of its input is {first:.4g}"
         problem += f"; change what differs from the defaults: {', '.join(changed)}" * bool(changed)

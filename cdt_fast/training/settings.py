@@ -229,8 +229,9 @@ class RunSettings(BaseModel):
         return {name: words for holds, words, names in self.needs() if not holds for name in names.split()}
 
     def values(self) -> dict[str, Any]:
-        """Return all values by name; no two sections share one."""
-        return {name: value for section in SECTIONS for name, value in vars(getattr(self, section)).items()}
+        """Return all values by section and name, as in "[data] window"."""
+        parts = ((section, vars(getattr(self, section))) for section in SECTIONS)
+        return {f"[{section}] {name}": value for section, values in parts for name, value in values.items()}
 
     def set(self, section: str, name: str, value: Any) -> None:
         """Set one value, checked against the type and the bounds of its field.

@@ -20,7 +20,7 @@ from cdt_fast.training.loop import Interrupted, Trainer
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.video import task as video_task
 from cdt_fast.video.settings import VideoSettings
-from tests.runs import assert_same_runs, train
+from tests.runs import assert_same_runs, train, trained
 from tests.tiny import tiny_arguments
 from tests.training.training_cases import Killed, around, signal_after
 
@@ -47,12 +47,8 @@ def _alone() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, tiny_config: Config) -> dict[str, RunFolder]:
     """Runs that nothing stopped."""
-    runs = {}
-    for name, changes in SETTINGS.items():
-        config = tiny_config(**changes)
-        runs[name] = RunFolder.create(tmp_path_factory.mktemp("whole") / name, config)
-        train(runs[name], config, progress=False)
-    return runs
+    folder = tmp_path_factory.mktemp("whole")
+    return {name: trained(tiny_config(**changes), folder / name) for name, changes in SETTINGS.items()}
 
 
 @pytest.mark.parametrize(
@@ -111,9 +107,7 @@ def test_a_run_that_died_at_any_moment_resumes_bit_for_bit(
 
 
 def test_a_checkpoint_of_other_settings_or_frames_is_refused(tiny_config: Config, tmp_path: Path) -> None:
-    config = tiny_config(steps=3)
-    run = RunFolder.create(tmp_path / "run", config)
-    train(run, config, progress=False)
+    run = trained(tiny_config(steps=3), tmp_path / "run")
     before = run.checkpoint.read_bytes()
     for changes, fact in [
         ({"layers": 3}, "does not fit config.toml"),
@@ -159,8 +153,7 @@ def test_a_signal_before_the_first_step_leaves_no_run(
 def test_a_killed_process_and_a_terminated_one_resume_bit_for_bit(tiny_config: Config, tmp_path: Path) -> None:
     """SIGKILL after the first checkpoint, SIGTERM in the run that resumed, and the rest in this process."""
     config = tiny_config(steps=80, accumulate=2, size=16, code_size=16, validate_every=7)
-    whole, run = (RunFolder.create(tmp_path / name, config) for name in ("whole", "run"))
-    train(whole, config, progress=False)
+    whole, run = trained(config, tmp_path / "whole"), RunFolder.create(tmp_path / "run", config)
     command = [sys.executable, "-m", "cdt_fast", "train", "video", "--resume", str(run.path)]
 
     def stop_after(earlier: int, number: signal.Signals) -> tuple[int, int]:
