@@ -1,10 +1,9 @@
 """cdt_fast: train transformers whose every layer lowers the loss.
 
 `ops` holds the fused operations, `models` the networks built on them, `DescentConstraints` the constraints that make
-every layer descend. `attach_layer_losses` gives a transformers model the losses of its
-depths; `with_descent` and `DescentCallback` train it under constraints in transformers' Trainer, TRL's SFTTrainer and
-Lightning; `perturbed` adds noise to its word embeddings. Training, data and the command line are in the submodules of
-their names.
+every layer descend. `attach_layer_losses` gives a transformers model the losses of its depths; `with_descent` and
+`DescentCallback` train it under constraints in transformers' Trainer, TRL's SFTTrainer and Lightning; `perturbed` adds
+noise to its word embeddings. Training, data and the command line are in the submodules of their names.
 """
 
 from __future__ import annotations

@@ -76,18 +76,13 @@ def write_json(path: str | os.PathLike[str], value: Any) -> None:
 def read_json(path: str | os.PathLike[str], kind: Any = Any) -> Any:
     """Read a JSON file of at most `MAX_JSON_BYTES` that holds a `kind`, see `parsed_json`.
 
-    Raises:
-        InputError: the file is missing, cannot be read, is too large, is not whole, or does not hold a `kind`.
+    InputError: the file is missing, cannot be read, is too large, is not whole, or does not hold a `kind`.
     """
     return parsed_json(_content(path, "JSON"), str(path), kind)
 
 
 def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read a TOML file of at most `MAX_JSON_BYTES`.
-
-    Raises:
-        InputError: the file is missing, cannot be read, is too large or is no TOML.
-    """
+    """Read a TOML file of at most `MAX_JSON_BYTES`; InputError: it is missing, unreadable, too large or no TOML."""
     try:
         import tomllib
     except ModuleNotFoundError:  # Python 3.10
@@ -103,10 +98,8 @@ def parsed_json(text: str | bytes, where: str, kind: Any = Any) -> Any:
     """Parse a JSON text from outside; `where` is what a message calls it: a file, or a line of one.
 
     `kind` is a type that pydantic checks and converts to, such as `list[str]`, a dataclass or a model. What would fail
-    later is refused by its parser too: deep nesting, numbers of thousands of digits, halves of surrogate pairs.
-
-    Raises:
-        InputError: it is no such value; one line that says where, and what was expected.
+    later is refused by its parser too: deep nesting, numbers of thousands of digits, halves of surrogate pairs. The
+    InputError is one line that says where, and what was expected.
     """
     try:
         return TypeAdapter(kind).validate_json(text)

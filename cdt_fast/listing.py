@@ -28,11 +28,7 @@ def natural_key(name: str) -> tuple[tuple[int, int, str], ...]:
 
 
 def entries(folder: Path) -> list[Path]:
-    """Return everything in `folder` but hidden files, backups, thumbnails and annotations, in natural order.
-
-    Raises:
-        InputError: the folder cannot be listed.
-    """
+    """Return all but hidden files, backups, thumbnails and annotations, in order; InputError: it cannot be listed."""
     try:
         paths = [folder / name for name in os.listdir(folder)]
     except OSError as error:

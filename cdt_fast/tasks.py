@@ -64,11 +64,7 @@ def task_of(settings: RunSettings) -> Task:
 
 
 def open_run(path: str | os.PathLike[str], *, trained: bool = True) -> tuple[RunFolder, Any]:
-    """Open an existing run and its settings; `trained`: one that holds a model.
-
-    Raises:
-        InputError: the folder is no run, its settings cannot be read, or it has no model yet.
-    """
+    """Open a run and its settings; InputError: it is no run, cannot be read or, where `trained`, has no model yet."""
     folder = RunFolder(path)
     if not folder.config.is_file():
         raise InputError(f"{path}: is no run folder (it has no config.toml)")
@@ -115,11 +111,8 @@ def open_evaluated(path: str | os.PathLike[str]) -> EvaluatedRun:
 
 
 def check_comparable(runs: Sequence[EvaluatedRun]) -> None:
-    """Require that all runs were measured on the same data with the same noise, see `Report.must_agree`.
-
-    Raises:
-        InputError: two runs differ in that, or in the noise of their training.
-    """
+    """Raise InputError where runs differ in their data, in the noise they were trained and measured at, or in
+    `Report.must_agree`."""
     reference: dict[str, Any] = {}
     for run in runs:
         own = {name: getattr(run.evaluation, name) for name in ("task", "source", "gamma", "training_gamma")}

@@ -34,10 +34,9 @@ def serialized(tensors: Mapping[str, Tensor], words: Mapping[str, str] | None = 
 
 
 def load_tensors(path: str | os.PathLike[str], *, words_only: bool = False) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Read a safetensors file to the CPU: the tensors and words that `serialized` was given; no words of other tools.
+    """Read the tensors and words that `serialized` was given to the CPU; no words of other tools.
 
-    Raises:
-        InputError: the file is missing, cut short or no safetensors file.
+    InputError: the file is missing, cut short or no safetensors file.
     """
     from safetensors import SafetensorError, safe_open
 

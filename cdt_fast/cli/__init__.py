@@ -15,7 +15,6 @@ from cdt_fast.training.interruption import Interrupted, on_signals
 
 BAD_INPUT = 2
 
-# What libraries say when memory is short.
 _OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "not enough memory", "ALLOC_FAILED")
 
 

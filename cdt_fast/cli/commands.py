@@ -7,7 +7,6 @@ import itertools
 import os
 import shlex
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -74,7 +73,8 @@ def reproduce(options: argparse.Namespace) -> None:
         print(f"run {number} of {len(planned)}: {run.path}", file=sys.stderr)
         folder = RunFolder(run.path) if state == "begun" else RunFolder.create(run.path, run.settings)
         _train_and_evaluate(folder, run.settings, resumed=state == "begun")
-    _compare([str(run.path) for run in planned], str(out / "comparison"), options.json)
+    folders = [str(run.path) for run in planned]
+    compare(argparse.Namespace(folders=folders, out=str(out / "comparison"), json=options.json))
 
 
 def _is_first_process() -> bool:
@@ -135,17 +135,13 @@ def _evaluate(
 
 def compare(options: argparse.Namespace) -> None:
     """Set evaluated runs side by side."""
-    _compare(options.folders, options.out, options.json)
-
-
-def _compare(folders: Sequence[str], out: str, json_file: str | None) -> None:
-    runs = [tasks.open_evaluated(folder) for folder in dict.fromkeys(folders)]
+    runs = [tasks.open_evaluated(folder) for folder in dict.fromkeys(options.folders)]
     names = [run.folder.name for run in runs]
     if len(set(names)) < len(names):  # folders of one name are called by their paths
         runs = [replace(run, name=str(run.folder.path)) for run in runs]
     tasks.check_comparable(runs)
-    _save(json_file, {run.label: run.evaluation.model_dump(mode="json") for run in runs})
-    _report(runs, out, shlex.join(["cdt-fast", "compare", *folders, "--out", out]))
+    _save(options.json, {run.label: run.evaluation.model_dump(mode="json") for run in runs})
+    _report(runs, options.out, shlex.join(["cdt-fast", "compare", *options.folders, "--out", options.out]))
 
 
 def _report(runs: list[Any], folder: str | Path, command: str) -> None:

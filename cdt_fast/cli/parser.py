@@ -161,7 +161,6 @@ def _command(shown: Any, name: str, run: Any, text: str, example: str = "") -> P
 
 
 def _add_settings(command: Parser, name: str, task: TaskEntry) -> None:
-    """What `train` takes for a task: SOURCE, where to write, and its settings, a group a section."""
     call = f"cdt-fast train {name}"
     command.epilog = "\n".join(["examples:", *(f"  {call} {example}" for example in task.examples)])
     command.usage = f"{call} [SOURCE] [--out RUN] [--preset NAME] [--config FILE] [SETTINGS]"

@@ -113,7 +113,6 @@ def accuracy_table(runs: Sequence[EvaluatedRun], heading: str) -> Table:
 
 
 def draw_accuracy(runs: Sequence[EvaluatedRun]) -> Any:
-    """Draw accuracy over γ."""
     figure, (axis,) = axes_of()
     plot_runs(axis, runs, [run.evaluation.accuracy for run in runs], runs[0].evaluation.gamma)
     mark_training(axis, runs[0].settings.noise)

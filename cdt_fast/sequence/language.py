@@ -1,7 +1,4 @@
-"""The task of answering instructions: a causal language model, whose every depth predicts the answer's tokens.
-
-See `training.task.Task`.
-"""
+"""The task of answering instructions: a causal language model, whose every depth predicts the answer's tokens."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class SequenceLosses(nn.Module):
 
 
 class SequenceWorkload:
-    """See `training.task.Workload`; a sample is a text or a sequence, and counts with its targets.
+    """A sample is a text or a sequence, and counts with its targets.
 
     `data` are what the samples are from, by whose parts a resumed run knows its data again, and `description` says what
     they are; a guess chooses among `choices`; `lr` is for settings that name none.

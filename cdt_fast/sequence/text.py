@@ -1,7 +1,4 @@
-"""The task of classifying texts: an unrolled transformer or a pretrained encoder, whose every depth names a class.
-
-See `training.task.Task`.
-"""
+"""The task of classifying texts: an unrolled transformer or a pretrained encoder, whose every depth names a class."""
 
 from __future__ import annotations
 
@@ -23,7 +20,6 @@ from cdt_fast.training.task import EvaluatedRun, Report
 
 _WIDTH = 128  # of learned embeddings
 _CLASSIFIER = "AutoModelForSequenceClassification"
-
 
 Evaluation = SequenceEvaluation
 SAMPLES = "texts"

@@ -25,10 +25,7 @@ def save_checkpoint(path: str | os.PathLike[str], state: dict[str, Any]) -> None
     """Write `state` to `path`, atomically.
 
     The state may hold nested dictionaries, lists and tuples of tensors, numbers, words, truth values and None; anything
-    else is a TypeError. Tuples come back as lists.
-
-    Raises:
-        OSError: the file cannot be written; it names `path`.
+    else is a TypeError. Tuples come back as lists. The OSError of a file that cannot be written names `path`.
     """
     tensors: dict[str, Tensor] = {}
     words = {"format": _FORMAT, "step": str(state.get("step", 0)), "state": json.dumps(_encoded(state, "", tensors))}

@@ -46,8 +46,7 @@ class Execution:
 def resolve_execution(settings: RunSettings, accelerator: Accelerator, task: Task) -> Execution:
     """Choose what the settings leave open, and set torch's precision of float32 products to match.
 
-    Raises:
-        InputError: a setting asks for what this machine, or the way the training was launched, does not have.
+    InputError: a setting asks for what this machine, or the way the training was launched, does not have.
     """
     training, device = settings.training, accelerator.device
     if training.device == "cuda" and device.type != "cuda":

@@ -38,7 +38,6 @@ from cdt_fast.training.task import Task, Workload
 _SEED_SPACING = 2_654_435_761
 _SEEDS = 2**63
 LOG_EVERY = 10  # optimizer steps between lines of metrics.jsonl
-_RANK_TIMEOUT = timedelta(minutes=10)  # after which a process that waits for another ends
 
 # Fresh random weights come within a tenth of the loss of their input, or of a guess. A denoiser that more than doubles
 # the loss of its input has settings that do not fit each other, and does not recover in a training.
@@ -58,7 +57,7 @@ def train(run: RunFolder, settings: RunSettings, task: Task, *, resume: bool = F
         InputError: settings, data or checkpoint cannot be used; another process trains the run; losses are not finite.
     """
     disable_malloc_trim()
-    waiting = InitProcessGroupKwargs(timeout=_RANK_TIMEOUT)
+    waiting = InitProcessGroupKwargs(timeout=timedelta(minutes=10))  # for another process
     accelerator = Accelerator(cpu=settings.training.device == "cpu", kwargs_handlers=[waiting])
     resolve_execution(settings, accelerator, task)  # before the data are read
     main = accelerator.is_main_process

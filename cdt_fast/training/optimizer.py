@@ -23,13 +23,10 @@ _PLACEMENT = ("foreach", "fused", "capturable", "lr")  # what may differ between
 def build_constraints(
     settings: RunSettings, num_constraints: int, largest_reference: float | None = None
 ) -> DescentConstraints:
-    """Build the constraints that the settings describe, on the CPU.
+    """Build what the settings describe, on the CPU; InputError: they do not fit each other or the number of layers.
 
     A reference that is a number is at most `largest_reference`, the loss of a guess: above it the first layer could
     raise the loss and keep its bound.
-
-    Raises:
-        InputError: the settings do not fit each other or the number of layers.
     """
     chosen, taps = settings.constraints, getattr(settings.model, "taps", None)
     options = {name: getattr(chosen, name) for name in asdict(DEFAULTS) if hasattr(chosen, name)}
@@ -51,13 +48,10 @@ def build_constraints(
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], lr: float, *, on_device: bool) -> AdamW:
-    """Build Adam.
+    """Build Adam; InputError: the rate is beyond what an update in float32 can be made with.
 
     `on_device` keeps the learning rate, as float32, and the count of steps on the parameters' device and updates in one
     fused kernel, so that the step can be captured in a CUDA graph.
-
-    Raises:
-        InputError: the rate is beyond what an update in float32 can be made with.
     """
     if lr > 1e30:
         raise InputError(f"[training] lr must be at most 1e+30, got {lr:g}")

@@ -34,16 +34,11 @@ class RunFolder:
 
     @property
     def name(self) -> str:
-        """Return the folder's own name."""
         return self.path.resolve().name
 
     @classmethod
     def create(cls, path: str | os.PathLike[str], settings: RunSettings) -> RunFolder:
-        """Make a run folder with its `config.toml`; if two processes make one in one place, one is refused.
-
-        Raises:
-            InputError: the folder exists and is not empty, or cannot be made.
-        """
+        """Make a run folder with its `config.toml`; InputError: it is not empty, in the making, or cannot be made."""
         run = cls(path)
         temporary = run.path / f".config-{os.getpid()}.tmp.toml"
         try:
@@ -67,12 +62,9 @@ class RunFolder:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Keep other processes from training this run until the block, or this process, ends.
+        """Keep other processes from training this run until the block, or this process, ends; RunInUse: one does.
 
         The lock is the system's, on `config.toml`, and writes nothing. Of several ranks only the first may take it.
-
-        Raises:
-            RunInUse: another process is training this run.
         """
         with self.config.open("r+b") as file:
             if not try_lock(file):
@@ -97,11 +89,7 @@ class RunFolder:
                 shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """Return the lines of `metrics.jsonl` without a last one that a killed run did not finish.
-
-        Raises:
-            InputError: a line before the last is no entry of a run.
-        """
+        """Return the lines of `metrics.jsonl` but a last one that is not whole; InputError: another is no entry."""
         lines = self.metrics.read_bytes().splitlines() if self.metrics.exists() else []
         entries = []
         for number, line in enumerate(lines, 1):
@@ -122,7 +110,6 @@ class RunFolder:
         write_text(self.metrics, "".join(json.dumps(entry) + "\n" for entry in kept))
 
     def append_metrics(self, entry: dict[str, Any]) -> None:
-        """Append a line to `metrics.jsonl`."""
         try:
             with self.metrics.open("a") as file:
                 file.write(json.dumps(entry, allow_nan=False) + "\n")

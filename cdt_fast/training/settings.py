@@ -234,11 +234,7 @@ class RunSettings(BaseModel):
         return {f"[{section}] {name}": value for section, values in parts for name, value in values.items()}
 
     def set(self, section: str, name: str, value: Any) -> None:
-        """Set one value, checked against the type and the bounds of its field.
-
-        Raises:
-            InputError: the section or the name is unknown, or the value is of the wrong kind.
-        """
+        """Set one value; InputError: the section or name is unknown, or the value breaks its field's type or bounds."""
         settings = getattr(self, section, None)
         if not isinstance(settings, Section):
             raise InputError(f"unknown section [{section}]{suggestion(section, SECTIONS)}")
@@ -259,11 +255,7 @@ class RunSettings(BaseModel):
             self.set(section, name, value)
 
     def use_preset(self, name: str | None) -> None:
-        """Set what a preset names: the options of the constraints, and for a row of the paper all other settings of it.
-
-        Raises:
-            InputError: there is no such preset, or it is a row of another task.
-        """
+        """Set all that a preset, or a row of the paper, names; InputError: there is none, or it is of another task."""
         if name is None:
             return
         options, row = options_of(name), PAPER_ROWS.get(name)
@@ -326,11 +318,7 @@ class RunSettings(BaseModel):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Read settings from TOML; what the file does not name is as in its preset, or keeps its default.
-
-        Raises:
-            InputError: the file cannot be read, or a name or a value in it is unknown or of the wrong kind.
-        """
+        """Read settings from TOML, over its preset and the defaults; InputError: as `set`, or it cannot be read."""
         return cls.chosen({}, file=path)
 
 

@@ -20,18 +20,18 @@ _GOLDEN = 0.6180339887498949
 
 
 def add_noise_by_window(
-    clean: Tensor, noise: float | tuple[float, float], sigma: float, generator: torch.Generator, seeds: Sequence[int]
+    clean: Tensor, noise: tuple[float, float], sigma: float, generator: torch.Generator, seeds: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
     """Return x = s + γ σ ε with ε ~ N(0, 1), and the standard deviation of the noise `[windows]`.
 
     Args:
         clean: s, the windows one after the other along the first dimension: frames, or the tokens of `to_patches`.
-        noise: γ, or the least and the greatest of a range, from which it is drawn for each window.
+        noise: the least and the greatest γ of a range, from which it is drawn for each window.
         sigma: σ, the unit of noise levels, in that of `clean`.
         generator: of the device of `clean`; it is seeded anew for each window.
         seeds: one a window.
     """
-    least, greatest = noise if isinstance(noise, tuple) else (noise, noise)
+    least, greatest = noise
     noisy, deviations = [], []
     for window, seed in zip(clean.chunk(len(seeds)), seeds, strict=True):
         generator.manual_seed(seed)
@@ -67,7 +67,7 @@ def noisy_batches(
         found = []
         for frame, index in zip(frames.split(1), indices.tolist(), strict=True):
             level = least + (greatest - least) * ((0.5 + index * _GOLDEN) % 1)
-            found.append(add_noise_by_window(frame, level, sigma, generator, [_NOISE_SEED + index]))
+            found.append(add_noise_by_window(frame, (level, level), sigma, generator, [_NOISE_SEED + index]))
         noisy, deviations = map(torch.cat, zip(*found, strict=True))
         yield noisy, frames, deviations
 

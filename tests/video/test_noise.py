@@ -11,7 +11,7 @@ from cdt_fast.video.noise import add_noise_by_window, estimated_noise
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_noise_has_the_asked_strength(dtype: torch.dtype) -> None:
     clean = torch.full((400, 500), 0.5, dtype=dtype)
-    for level in (0.4, (0.1, 0.9)):
+    for level in ((0.4, 0.4), (0.1, 0.9)):
         noisy, deviation = add_noise_by_window(clean, level, 0.25, torch.Generator(), [5])
         noise = (noisy - clean).double()
         assert noise.std().item() == pytest.approx(deviation.item(), rel=0.02)
@@ -23,12 +23,12 @@ def test_noise_has_the_asked_strength(dtype: torch.dtype) -> None:
 def test_the_formula_and_its_gradient() -> None:
     clean = torch.rand(3, 4, requires_grad=True)
     drawn = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
-    noisy, deviation = add_noise_by_window(clean, 0.5, 0.2, torch.Generator(), [1])
+    noisy, deviation = add_noise_by_window(clean, (0.5, 0.5), 0.2, torch.Generator(), [1])
     torch.testing.assert_close(noisy, clean + 0.1 * drawn)
     assert deviation.tolist() == pytest.approx([0.1])
     (gradient,) = torch.autograd.grad(noisy.sum(), clean)
     assert torch.equal(gradient, torch.ones(3, 4))
-    assert torch.equal(add_noise_by_window(clean, 0.0, 0.3, torch.Generator(), [1])[0], clean)
+    assert torch.equal(add_noise_by_window(clean, (0.0, 0.0), 0.3, torch.Generator(), [1])[0], clean)
 
 
 def test_the_noise_is_found_from_the_frames() -> None:

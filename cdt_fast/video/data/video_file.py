@@ -35,11 +35,7 @@ _UNSEEN |= {"SEI_UNREGISTERED", "VIDEO_HINT"}
 
 
 class VideoFile(FrameSource):
-    """Anything FFmpeg can decode that has a video stream.
-
-    Raises:
-        InputError: the file is empty, not a video, or has no video stream.
-    """
+    """Anything FFmpeg can decode that has a video stream; InputError: the file is empty, no video, or without one."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
