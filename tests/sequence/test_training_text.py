@@ -108,7 +108,7 @@ def test_a_step_is_that_of_the_lagrangian_written_out(tmp_path: Path, monkeypatc
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     loss = torch.zeros(())
     for micro_batch in trainer._micro_batches():
-        inputs, labels, _ = trainer._batch(micro_batch)
+        inputs, labels, _ = trainer.workload.batch(micro_batch, torch.device("cpu"))
         with perturbed(model, gamma=0.3, seed=0, padding_id=0, std=model.embedding.weight.std(correction=0)) as noise:
             noise.next_sample = micro_batch[0][1]
             logits = model.depth_logits(inputs[0], lengths=inputs[1].sum(-1))
