@@ -25,8 +25,6 @@ from cdt_fast.video.noise import LEVELS
 from cdt_fast.video.quality import dct3d_shifted_denoise, psnr_of, ssim
 from cdt_fast.video.settings import VideoSettings
 
-Denoise = Callable[[Tensor, float], Tensor]  # frames `[T, h, w]` in [0, 1] and the noise in gray levels
-
 SIGMAS = (10.0, 20.0, 30.0, 40.0, 50.0)  # the customary levels
 _SIDE, _FRAMES, _PATCH = 160, 16, 8  # of the piece in the middle of a clip that is measured, and of the transform
 # Each filter of libavfilter at the strength that was best of a few factors of the noise at σ 10, 30 and 50, on clips
@@ -89,8 +87,9 @@ def as_table(results: Sequence[dict[str, Any]], at: Sequence[float] = SIGMAS) ->
     return rows
 
 
-def peers() -> dict[str, Denoise]:
-    """Return by name the noisy frames, the transform, and the filters that this build of libavfilter has."""
+def peers() -> dict[str, Callable[[Tensor, float], Tensor]]:
+    """Return by name what denoises frames `[T, h, w]` in [0, 1] with noise in gray levels: nothing, the transform, and
+    the filters that this build of libavfilter has."""
     there = require("av", "video", "the filters of libavfilter").filter.filters_available
     return {
         "noisy frames": lambda frames, _: frames,
