@@ -256,7 +256,7 @@ def test_labels_and_weights_that_cannot_be_used(name: str) -> None:
     wrong_weights: list[Any] = [[1.0], "one", torch.ones(3)]
     for weights in wrong_weights:
         handle.weights = weights
-        with pytest.raises(InputError, match="^weights of the handle"):
+        with pytest.raises(InputError, match=r"^weights of the handle"):
             model(**inputs, labels=labels)
     with pytest.raises(AttributeError, match="weigths"):
         handle.weigths = None  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
