@@ -95,18 +95,15 @@ def reconstruction_backward_kernel(
 def forward(
     reconstructions: Sequence[Tensor], target: Tensor, padding: Tensor | None, blocks: Mapping[str, Any]
 ) -> Tensor:
-    """Return `[depths]` float32: the squared errors of each depth, summed over everything that is not padding.
-
-    All tensors are contiguous, of any dtype each.
-    """
+    """Return `[depths]` float32: the squared errors of each depth, summed over everything that is not padding."""
     depths, elements = len(reconstructions), target.numel()
     programs = triton.cdiv(elements, blocks["COLUMNS"])
     partials = torch.empty(depths, programs, device=target.device, dtype=torch.float32)
     if programs:
         reconstruction_forward_kernel[(programs,)](
-            tuple(reconstructions),
-            target,
-            None if padding is None else padding.view(torch.uint8),
+            tuple(depth.contiguous() for depth in reconstructions),
+            target.contiguous(),
+            None if padding is None else padding.contiguous().view(torch.uint8),
             partials,
             *(elements, target.shape[-1], partials.stride(0)),
             DEPTHS=depths,
@@ -125,18 +122,21 @@ def backward(
 ) -> list[Tensor]:
     """Return the gradients that are needed, of the depths and last of the target.
 
-    All tensors are contiguous, of any dtype each. The factors are `[depths]` float32, `2 dℓ_l / tokens`; a depth whose
+    The factors are `[depths]` float32, `2 dℓ_l / tokens`; a depth whose
     factor is 0 gets a gradient of zeros.
     """
     tensors = [*reconstructions, target]
-    gradients = [torch.empty_like(tensor) if needed else tensor for tensor, needed in zip(tensors, needs, strict=True)]
+    gradients = [
+        torch.empty_like(tensor, memory_format=torch.contiguous_format) if needed else tensor
+        for tensor, needed in zip(tensors, needs, strict=True)
+    ]
     programs = triton.cdiv(target.numel(), blocks["COLUMNS"])
     if programs:
         reconstruction_backward_kernel[(programs,)](
-            tuple(reconstructions),
+            tuple(depth.contiguous() for depth in reconstructions),
             tuple(gradients[:-1]),
-            target,
-            None if padding is None else padding.view(torch.uint8),
+            target.contiguous(),
+            None if padding is None else padding.contiguous().view(torch.uint8),
             factors,
             gradients[-1] if needs[-1] else None,
             *(target.numel(), target.shape[-1]),

@@ -340,12 +340,17 @@ def _chunks(rows: Sequence[_Rows], weight: Tensor, options: _Options, kinds: Seq
 
     A depth with more rows than a chunk is cut into equal parts, so that no product is left with a few rows.
     """
-    most = _rows_per_chunk(weight, options)
+    (vocabulary, width), size = weight.shape, options.dtype.itemsize
+    fitting = common.budget(CHUNK_BYTES, weight) // (vocabulary * size)
+    # Each chunk reads and writes all of dW: on a GPU its logits have at least as many bytes. On a CPU that takes half
+    # as long as the product of 128 rows in bfloat16, so there they may have a third.
+    least = width * max(size, 4) // (size if weight.device.type != "cpu" else 3 * size)
+    most = options.chunk_tokens or max(128, fitting // 128 * 128, least // 128 * 128)
     for some in rows:
         depths, count = some.depths, some.targets.shape[0]
         while depths and count:
             # Copying the states of a few rows costs less than calls of their own, or than reading and writing dW.
-            together = depths[: max(1, most // count) if count <= max(FEW_ROWS, weight.shape[0]) else 1]
+            together = depths[: max(1, most // count) if count <= max(FEW_ROWS, vocabulary) else 1]
             same = next((n for n, depth in enumerate(together) if kinds[depth] != kinds[together[0]]), len(together))
             size = -(-count // -(-count // most))
             before = some.first + (depths.start - some.depths.start) * count
@@ -356,18 +361,6 @@ def _chunks(rows: Sequence[_Rows], weight: Tensor, options: _Options, kinds: Seq
                 place = slice(before + start, before + start + len(targets))
                 yield _Chunk(together[:same], index, targets, place)
             depths = depths[same:]
-
-
-def _rows_per_chunk(weight: Tensor, options: _Options) -> int:
-    """Return `chunk_tokens`, or as many rows as the budget of bytes holds."""
-    if options.chunk_tokens is not None:
-        return options.chunk_tokens
-    (vocabulary, width), size, device = weight.shape, options.dtype.itemsize, weight.device.type
-    rows = common.budget(CHUNK_BYTES, weight) // (vocabulary * size)
-    # Each chunk reads and writes all of dW: on a GPU its logits have at least as many bytes. On a CPU that takes half
-    # as long as the product of 128 rows in bfloat16, so there they may have a third.
-    least = width * max(size, 4) // (size if device != "cpu" else 3 * size)
-    return max(128, rows // 128 * 128, least // 128 * 128)
 
 
 # What is done with a chunk
@@ -668,8 +661,9 @@ class _CrossEntropy(torch.autograd.Function):
 
 def _run(hidden: list[Tensor], *others: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     weight, bias, targets, sample, depth_weights, *flat = others
-    results = _forward(weight, bias, targets, sample, depth_weights, _Options(*flat), *hidden)
-    return results[0], results[1], results[2], list(results[3:])
+    options = _Options(*flat)
+    total, per_depth, factor, *found = _forward(weight, bias, targets, sample, depth_weights, options, *hidden)
+    return total, per_depth, factor, found
 
 
 @common.once_differentiable("layerwise_cross_entropy")

@@ -88,7 +88,7 @@ def _losses(
     if backend == "triton":
         with common.kernels_of("layerwise_reconstruction_loss") as kernels:
             blocks = common.blocks_for(kernels.BLOCKS, target, multiplies=False)
-            errors = kernels.forward(*_contiguous(reconstructions, target, padding), blocks)
+            errors = kernels.forward(reconstructions, target, padding, blocks)
     if errors is None:
         errors = squared_errors(reconstructions, target, padding)
     errors = errors.to(_widest(reconstructions))
@@ -112,18 +112,10 @@ def _gradients(
     if backend == "triton":
         with common.kernels_of("layerwise_reconstruction_loss") as kernels:
             blocks = common.blocks_for(kernels.BLOCKS, target, multiplies=False)
-            tensors = _contiguous(reconstructions, target, padding)
-            return kernels.backward(*tensors, factors.float(), needs, blocks)
+            return kernels.backward(reconstructions, target, padding, factors.float(), needs, blocks)
     zeros = common.zero_weight_mask(factors)
     known = [None if zero else factor for factor, zero in zip(factors.unbind(), zeros, strict=True)]
     return _gradients_in_torch(reconstructions, target, padding, known, needs)
-
-
-def _contiguous(
-    reconstructions: Sequence[Tensor], target: Tensor, padding: Tensor | None
-) -> tuple[list[Tensor], Tensor, Tensor | None]:
-    depths = [depth.contiguous() for depth in reconstructions]
-    return depths, target.contiguous(), None if padding is None else padding.contiguous()
 
 
 def _tokens(target: Tensor, padding: Tensor | None) -> Tensor | int:

@@ -7,8 +7,6 @@ from torch import Tensor
 
 from cdt_fast.ops.common import dot_precision
 
-TF32_EPSILON = 2.0**-10
-
 
 def assert_as_precise(name: str, given: Tensor, plain: Tensor, exact: Tensor, terms: Tensor | None = None) -> None:
     """The error of `given` against float64 is at most 1.5 times that of `plain`, plus a floor of eps times the size.
@@ -21,13 +19,9 @@ def assert_as_precise(name: str, given: Tensor, plain: Tensor, exact: Tensor, te
     if not given.numel():
         return
     assert torch.isfinite(given).all(), f"{name} is not finite"
-    epsilon = epsilon_of(given.dtype)
+    # TF32 has ten bits behind the first.
+    epsilon = 2.0**-10 if dot_precision(given.dtype) == "tf32" else torch.finfo(given.dtype).eps
     mine, torchs = (tensor.cpu().double() - exact for tensor in (given, plain))
     for measure in (lambda error: error.square().mean().sqrt().item(), lambda error: error.abs().max().item()):
         bound = 1.5 * measure(torchs) + epsilon * (measure(exact) + (0.0 if terms is None else measure(terms)))
         assert measure(mine) <= bound, f"{name}: error {measure(mine):.3g}, torch's {measure(torchs):.3g}"
-
-
-def epsilon_of(dtype: torch.dtype) -> float:
-    """Of the numbers that are multiplied: TF32 has ten bits behind the first."""
-    return TF32_EPSILON if dot_precision(dtype) == "tf32" else torch.finfo(dtype).eps
