@@ -233,13 +233,13 @@ def choose_backend(op: str, *tensors: Tensor, multiplies: bool = False) -> Backe
 
 
 @contextlib.contextmanager
-def kernels_of(op: str) -> Iterator[Any]:
-    """Give the module with the kernels of `op`: if the compiler refuses one, go on behind the block, in plain torch.
+def or_plain_torch(op: str) -> Iterator[None]:
+    """Run the kernels of `op`: if the compiler refuses one, go on behind the block, where plain torch stands.
 
     Plain torch replaces them from now on, with one warning. Any other error, and every error under "triton", is raised.
     """
     try:
-        yield importlib.import_module(f"cdt_fast.kernels.{op}")
+        yield
     except Exception as error:
         if _setting == "triton" or interpreting() or not _from_the_compiler(error):
             raise

@@ -397,7 +397,9 @@ class _Head:
         """Turn logits into losses and the gradient, as far as they are asked for."""
         options = self._options
         if self._backend == "triton":
-            with common.kernels_of("layerwise_cross_entropy") as kernels:
+            from cdt_fast.kernels import layerwise_cross_entropy as kernels
+
+            with common.or_plain_torch("layerwise_cross_entropy"):
                 flags = options.ignore_index, options.softcap, options.label_smoothing
                 kernels.cross_entropy_(logits, targets, losses, scales, *flags)
                 return

@@ -86,7 +86,9 @@ def _losses(
     tokens = _tokens(target, padding)
     errors = None
     if backend == "triton":
-        with common.kernels_of("layerwise_reconstruction_loss") as kernels:
+        from cdt_fast.kernels import layerwise_reconstruction_loss as kernels
+
+        with common.or_plain_torch("layerwise_reconstruction_loss"):
             blocks = common.blocks_for(kernels.BLOCKS, target, multiplies=False)
             errors = kernels.forward(reconstructions, target, padding, blocks)
     if errors is None:
@@ -110,7 +112,9 @@ def _gradients(
     if reduction == "mean":
         factors /= _tokens(target, padding)
     if backend == "triton":
-        with common.kernels_of("layerwise_reconstruction_loss") as kernels:
+        from cdt_fast.kernels import layerwise_reconstruction_loss as kernels
+
+        with common.or_plain_torch("layerwise_reconstruction_loss"):
             blocks = common.blocks_for(kernels.BLOCKS, target, multiplies=False)
             return kernels.backward(reconstructions, target, padding, factors.float(), needs, blocks)
     zeros = common.zero_weight_mask(factors)

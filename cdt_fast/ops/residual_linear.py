@@ -96,7 +96,9 @@ def _forward(
     """Return `[rows, m]`, contiguous, in the dtype of x."""
     weight = weight.to(x.dtype)
     if backend == "triton":
-        with common.kernels_of("residual_linear") as kernels:
+        from cdt_fast.kernels import residual_linear as kernels
+
+        with common.or_plain_torch("residual_linear"):
             blocks = common.blocks_for(kernels.BLOCKS, x)
             return kernels.forward(x, weight, residual, alpha, threshold, nonlinearity, blocks)
     return common.shrink_(torch.addmm(residual.to(x.dtype), x, weight, alpha=alpha), threshold, nonlinearity)

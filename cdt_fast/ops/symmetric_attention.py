@@ -109,7 +109,9 @@ def _forward(
     if it is kept; in plain torch it is the attention, if it is kept; else it is empty.
     """
     if backend == "triton":
-        with common.kernels_of("symmetric_attention") as kernels:
+        from cdt_fast.kernels import symmetric_attention as kernels
+
+        with common.or_plain_torch("symmetric_attention"):
             packed, keeps_remainder = _packed(z), _keeps_remainder(z, keeps)
             table = kernels.PACKED_BLOCKS if packed else kernels.STREAMING_BLOCKS
             blocks = common.blocks_for(table, z, z.shape[1] if packed else _widest(z, values))
@@ -159,7 +161,9 @@ def _gradients(
 ) -> list[Tensor]:
     """Return the gradients that are needed, of z first; without values all of it is in that of z."""
     if log_sum_exp.numel() and backend == "triton":
-        with common.kernels_of("symmetric_attention") as kernels:
+        from cdt_fast.kernels import symmetric_attention as kernels
+
+        with common.or_plain_torch("symmetric_attention"):
             packed, remainder = _packed(z), kept if kept.dim() > 1 else None
             table = kernels.PACKED_BACKWARD_BLOCKS if packed else kernels.STREAMING_BACKWARD_BLOCKS
             blocks = common.blocks_for(table, z, z.shape[1] if packed else _widest(z, values))

@@ -253,7 +253,9 @@ def _forward(
     tensors = codes, signal, low, projection, next_low, target, lengths
     layer = _Layer(*tensors, step, threshold, scale, nonlinearity)
     if backend == "triton":
-        with common.kernels_of("unrolled_layer") as kernels:
+        from cdt_fast.kernels import unrolled_layer as kernels
+
+        with common.or_plain_torch("unrolled_layer"):
             lean = next_low is None and lengths is None and _is_aligned(signal) and _is_aligned(low)
             widest = max(signal.shape[2], (low if next_low is None else next_low).shape[0])
             blocks = common.blocks_for(kernels.LEAN_BLOCKS if lean else kernels.BLOCKS, signal, widest)
@@ -308,7 +310,9 @@ def _gradients(
     given = next_codes, next_projection, grad_next_codes, grad_next_projection, grad_error, [*needs[:3], projects]
     found = None
     if backend == "triton":
-        with common.kernels_of("unrolled_layer") as kernels:
+        from cdt_fast.kernels import unrolled_layer as kernels
+
+        with common.or_plain_torch("unrolled_layer"):
             lean = tied and lengths is None
             blocks = common.blocks_for(kernels.LEAN_BACKWARD_BLOCKS if lean else kernels.BACKWARD_BLOCKS, signal)
             found = kernels.backward(layer, *given, common.card_of(signal).processors, blocks)
