@@ -1,4 +1,4 @@
-"""What a bench measures: a piece of work, and the implementations of it."""
+"""A case of the bench: a piece of work, and its implementations."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ def round_robin(names: Sequence[str], rounds: int) -> Iterator[list[str]]:
 
 
 def calls_per_reading(once: float, device: torch.device) -> int:
-    """How often a step of `once` seconds is called for one reading."""
+    """Return how often a step of `once` seconds is called for one reading."""
     return min(MAX_CALLS[device.type], max(1, math.ceil(SHORTEST_READING[device.type] / max(once, 1e-9))))
 
 

@@ -1,4 +1,4 @@
-"""What is installed here, which device is used, and why."""
+"""Facts about the installation: versions, the device in use, and why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a folder holds, in natural order and without the litter that archives and file managers leave."""
+"""Folders listed in natural order, without the litter that archives and file managers leave."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the suites share: inputs that live only while a case is measured, tolerances, torch.compile, and the reasons why
+"""Shared by the suites: inputs that live only while a case is measured, tolerances, torch.compile, and the reasons why
 a peer cannot run here."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LIMITS: dict[str, Any] = {"recompile_limit": 100_000, "accumulated_recompile_lim
 
 @dataclass
 class Inputs:
-    """What an op reads."""
+    """The inputs of an op."""
 
     leaves: list[Tensor]  # with gradients, in the order in which the op takes them
     upstream: list[Tensor]  # gradients of the outputs
@@ -131,7 +131,7 @@ def peer(name: str, prepare: Callable[[], Step]) -> Implementation:
 def compilers(
     function: Callable[..., Any], device: torch.device, size: str, autotune: bool = True
 ) -> dict[str, Callable[[], Any]]:
-    """What compiles `function` for static shapes, by the names of the timed modes; at toy size that takes too long."""
+    """Return compilers of `function` for static shapes, by the names of the timed modes; none at toy size."""
     tuned = "max-autotune" if device.type == "cuda" else "max-autotune-no-cudagraphs"
     modes = {"torch.compile": "default", **({f"torch.compile, {tuned}": tuned} if autotune else {})}
     options = {"dynamic": False, "fullgraph": True}

@@ -162,7 +162,7 @@ def call_ops(dtype: torch.dtype) -> None:
 
 
 class Driver:
-    """What Triton asks a driver for before it compiles for a card."""
+    """The answers that Triton wants of a driver before it compiles for a card."""
 
     def __init__(self, card: GpuSpec) -> None:
         self.card = card
@@ -179,7 +179,7 @@ class Driver:
 
 
 class Compiled(NamedTuple):
-    """What the compiler made of a specialization."""
+    """The result of compiling one specialization."""
 
     kernel: str
     mode: str

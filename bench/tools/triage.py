@@ -65,7 +65,7 @@ def timed(case: Case, do_bench: Callable[[Step], float]) -> dict[str, Any]:
 
 
 def run_child(name: str, command: Sequence[str], limit: float) -> dict[str, Any]:
-    """How a process of the triage ended, and the line of JSON that it printed last."""
+    """The end of a process of the triage, and the line of JSON that it printed last."""
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if name == "racecheck" else None
     try:
         said = subprocess.run(command, capture_output=True, text=True, timeout=limit, env=environment)

@@ -1,4 +1,4 @@
-"""What the command line takes: its commands, and an option for each setting of a task."""
+"""The parser of the command line: its commands, and an option for each setting of a task."""
 
 from __future__ import annotations
 

@@ -171,22 +171,22 @@ class DescentConstraints(nn.Module):
 
     @property
     def any(self) -> bool:
-        """Whether there is a constraint, in force or not yet."""
+        """Return whether there is a constraint, in force or not yet."""
         return bool(self.descent.exists.any()) or self.bounds is not None
 
     @property
     def waits_for_reference(self) -> bool:
-        """Whether a constraint needs an automatic reference."""
+        """Return whether a constraint needs an automatic reference."""
         return self.descent.measured is not None and bool((self.descent.exists & self.descent.uses_reference).any())
 
     @property
     def needs_warmup(self) -> bool:
-        """Whether a bound is a factor of the losses of the warm-up."""
+        """Return whether a bound is a factor of the losses of the warm-up."""
         return self.bounds is not None and self.bounds.average is not None
 
     @property
     def device(self) -> torch.device:
-        """Where the multipliers are, and the losses must be."""
+        """Return the device of the multipliers, where the losses must be."""
         return self.accumulated.device
 
     @torch.no_grad()

@@ -18,7 +18,7 @@ Kind = Literal["descent", "bound"]
 
 @dataclass(frozen=True)
 class FeasibilityReport:
-    """Whether per-depth losses satisfy the constraints. Depth 0 is the reference constraint.
+    """The verdict on per-depth losses: do they satisfy the constraints? Depth 0 is the reference constraint.
 
     Attributes:
         feasible: at least one constraint was judged, all of them hold within `tolerance`, and every loss is finite.
@@ -52,7 +52,7 @@ class FeasibilityReport:
 
     @property
     def judged(self) -> int:
-        """How many constraints were judged."""
+        """Return how many constraints were judged."""
         return len(self._relative())
 
     def as_dict(self) -> dict[str, Any]:

@@ -19,7 +19,7 @@ FOLDER = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Experiment:
-    """What an experiment's file says."""
+    """The contents of an experiment's file."""
 
     name: str  # that of the file
     title: str

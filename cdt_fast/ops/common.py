@@ -1,4 +1,4 @@
-"""What the ops share: GPUs and block shapes, the choice of a backend, argument checks, padding, shrinkage, products."""
+"""Shared by the ops: GPUs and block shapes, the choice of a backend, argument checks, padding, shrinkage, products."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ HELD_SCORE_BYTES = 64 * 2**20
 
 
 class UnrolledLayer(NamedTuple):
-    """What a layer returns."""
+    """The outputs of one layer."""
 
     codes: Tensor  # H⁺, [..., T, m]
     projection: Tensor  # Z⁺, [..., T, k]

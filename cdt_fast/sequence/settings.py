@@ -93,7 +93,7 @@ class LanguageTrainingSettings(TextTrainingSettings):
 
 
 class SequenceSettings(RunSettings):
-    """What the settings of both tasks share."""
+    """The settings that both tasks share."""
 
     def needs(self) -> list[tuple[bool, str, str]]:
         """As `RunSettings.needs`."""

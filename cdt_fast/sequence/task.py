@@ -1,4 +1,4 @@
-"""What the tasks on texts and on instructions share: their workload, evaluation and report."""
+"""Shared by the tasks on texts and on instructions: their workload, evaluation and report."""
 
 from __future__ import annotations
 

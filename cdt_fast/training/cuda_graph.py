@@ -16,7 +16,7 @@ EAGER_CALLS = 3
 
 
 class Graphs(Protocol):
-    """Where the work of a step is captured; tests have others than `CudaGraphs`."""
+    """An object that captures the work of a step; tests have others than `CudaGraphs`."""
 
     def run(self, work: Callable[[], Any]) -> Any: ...
 

@@ -1,4 +1,4 @@
-"""What training asks of a task, and a run with what was measured of it."""
+"""The interface between training and a task, and a run with its measurements."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from cdt_fast.video.writing import check_target, remove_leftovers, write_video
 
 @dataclass
 class Denoising:
-    """How a video is denoised."""
+    """A model that denoises video, and its options."""
 
     model: Denoiser
     settings: VideoSettings  # of the model's run

@@ -1,4 +1,4 @@
-"""What a trained denoiser does on held-out windows: errors over noise and depth, and descent by sequence."""
+"""The evaluation of a trained denoiser on held-out windows: errors over noise and depth, and descent by sequence."""
 
 from __future__ import annotations
 

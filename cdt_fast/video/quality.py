@@ -1,4 +1,4 @@
-"""How good a denoised frame is, PSNR and SSIM, and denoisers without weights, which a trained one has to beat."""
+"""PSNR and SSIM of denoised frames, and denoisers without weights, which a trained one has to beat."""
 
 from __future__ import annotations
 

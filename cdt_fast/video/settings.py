@@ -146,12 +146,12 @@ class VideoSettings(RunSettings):
 
     @property
     def crops(self) -> bool:
-        """Whether the network is a denoiser of crops: in units of the noise, on the mean over shifted grids."""
+        """Return whether the network is a denoiser of crops: in units of the noise, on the mean over shifted grids."""
         return self.data.frames == "crops"
 
     @property
     def sequence(self) -> Literal["time", "space"]:
-        """What a sequence of tokens runs over."""
+        """Return the axis that a sequence of tokens runs over."""
         return "space" if self.model.model == "vit" else "time"
 
     @property

@@ -1,4 +1,4 @@
-"""What every kind of clip offers, its frames in order, checked while they pass; and clips that are arrays."""
+"""The base of every kind of clip, which gives its frames in order and checks them; and clips that are arrays."""
 
 from __future__ import annotations
 
