@@ -26,6 +26,9 @@ CHUNK_BYTES = {"cpu": 16 * 2**20, "cuda": 512 * 2**20}
 FEW_ROWS = 512
 # Bytes, in float32, of the rows that plain torch sweeps together: its dozen steps stay in a CPU's cache.
 SWEEP_BYTES = {"cpu": 4 * 2**20, "cuda": 64 * 2**20}
+# Rows of fewer columns are swept with the classes first, unless they are few numbers: torch's loops over so few columns
+# take several times longer.
+FEW_COLUMNS, FEW_NUMBERS = 32, 2**13
 # Tensor cores want rows that start at multiples of 16 bytes: an odd vocabulary such as 50,257 would halve the speed.
 COLUMN_MULTIPLE = 64
 
@@ -95,6 +98,10 @@ def layerwise_cross_entropy(
     sample = _sample(per_depth_targets[0], fraction, generator) if len(hidden_states) > 1 else None
     hidden, dtype = common.detach_zero_weighted(hidden_states, weights), common.compute_dtype(hidden_states[0])
     needs = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (weight, bias, *hidden)]
+    call = common.caller(_CrossEntropy, None, weight, bias, sample, weights, *per_depth_targets, *hidden)
+    # A classifier's gradients of the logits are smaller than those of its hidden states, which would have to be scaled.
+    keeps = call is not None and any(needs) and weight.shape[0] <= weight.shape[1]
+    keeps = keeps and sum(depth.shape[:-1].numel() for depth in hidden) > FEW_ROWS
     options = _Options(
         ignore_index=_int64("ignore_index", ignore_index, -(2**63)),
         label_smoothing=smoothing,
@@ -104,14 +111,14 @@ def layerwise_cross_entropy(
         dtype=dtype,
         backend=common.choose_backend("layerwise_cross_entropy", weight.new_empty(0, dtype=dtype)),
         # Each gradient is a factor of what the forward can find: of all depths together, or of one alone.
-        fused=any(needs) and (weights is not None or len(hidden) == 1 or not any(needs[:2])),
+        fused=any(needs) and not keeps and (weights is not None or len(hidden) == 1 or not any(needs[:2])),
+        keeps=keeps,
         needs_hidden=needs[2:],
         needs_weight=needs[0],
         needs_bias=needs[1],
     )
     head = weight, None if bias is None else bias.to(weight.dtype)
     tensors = *head, per_depth_targets, sample, None if weights is None else weights.detach()
-    call = common.caller(_CrossEntropy, None, weight, bias, sample, weights, *per_depth_targets, *hidden)
     results = _operator(hidden, *tensors, *options) if call is None else call(*tensors, options, *hidden)
     total, per_depth = results[:2]
     if weights is not None:
@@ -165,6 +172,7 @@ class _Options(NamedTuple):
     dtype: torch.dtype  # of the products: their factors are cast chunk by chunk, and gradients are rounded once
     backend: str  # of the sweep over the logits of a chunk
     fused: bool  # whether the forward computes the gradients too, up to factors
+    keeps: bool  # whether it keeps those of the logits alone
     needs_hidden: list[bool]
     needs_weight: bool
     needs_bias: bool
@@ -420,22 +428,24 @@ def _sweep(logits: Tensor, targets: Tensor, losses: Tensor | None, scales: Tenso
         ignored = targets == options.ignore_index
         outside = ~ignored & ((targets < 0) | (targets >= vocabulary))
         targets = targets.masked_fill(ignored | outside, 0)
-    targets = targets.unsqueeze(1)
+    v = 0 if vocabulary < FEW_COLUMNS and logits.numel() >= FEW_NUMBERS else 1  # the dimension of the vocabulary
+    targets = targets.unsqueeze(v)
     x = logits.to(options.wide)
+    x = x if v else x.mT.contiguous()
     slope = None
     if options.softcap is not None:
         x.div_(options.softcap).tanh_()
         slope = None if scales is None else 1.0 - x.square()
         x.mul_(options.softcap)
     if losses is not None:
-        highest = x.amax(1)
-        torch.sub(highest, x.gather(1, targets).squeeze(1), out=losses)
+        highest = x.amax(v)
+        torch.sub(highest, x.gather(v, targets).squeeze(v), out=losses)
         if smoothing:
-            losses.mul_(1.0 - smoothing).add_(highest - x.mean(1), alpha=smoothing)
-    torch.softmax(x, 1, out=x)
+            losses.mul_(1.0 - smoothing).add_(highest - x.mean(v), alpha=smoothing)
+    torch.softmax(x, v, out=x)
     if losses is not None:
         # The largest is exp(highest − log_sum): this saves a sum of exponentials of its own.
-        losses.sub_(x.amax(1).log_())
+        losses.sub_(x.amax(v).log_())
         if ignored is not None and outside is not None:
             losses.masked_fill_(ignored, 0.0).masked_fill_(outside, float("nan"))
     if scales is None:
@@ -444,16 +454,16 @@ def _sweep(logits: Tensor, targets: Tensor, losses: Tensor | None, scales: Tenso
     if smoothing:
         x.sub_(smoothing / vocabulary)
     # In float32 before the rounding: in bfloat16 p − 1 of a confident token would be noise.
-    x.scatter_(1, targets, smoothing - 1.0, reduce="add")
+    x.scatter_(v, targets, smoothing - 1.0, reduce="add")
     if slope is not None:
         x.mul_(slope)
     if ignored is not None and outside is not None:
         scales = scales.masked_fill(outside, float("nan"))
-        x.mul_(scales.unsqueeze(1)).masked_fill_((ignored | (scales == 0)).unsqueeze(1), 0.0)
+        x.mul_(scales.unsqueeze(v)).masked_fill_((ignored | (scales == 0)).unsqueeze(v), 0.0)
     else:
-        x.mul_(scales.unsqueeze(1))
+        x.mul_(scales.unsqueeze(v))
     if x is not logits:
-        logits.copy_(x)
+        logits.copy_(x if v else x.mT)
 
 
 class _Gradients:
@@ -518,7 +528,8 @@ def _forward(
 ) -> tuple[Tensor, ...]:
     """Return the total `[]`, the losses `[depths]`, a factor `[]`, and what the backward starts from.
 
-    If it is fused, that is the gradients that are needed, of sums over the tokens; else nothing.
+    If it is fused, that is the gradients that are needed, of sums over the tokens; else, if they are kept, those of the
+    logits `[rows, V]`, of unweighted sums.
 
     The factor, one over the number of tokens or one, waits for the backward so that a loss scale meets it: in float16
     the quotients alone would underflow.
@@ -532,6 +543,7 @@ def _forward(
     weights = weights.to(device, wide, non_blocking=True)
     scales = _times_factors(weights, rows)
     gradients = _Gradients(matrices, head.weight, rows, on, options) if options.fused else None
+    kept = [head.weight.new_empty(rows[-1].stop, weight.shape[0])] if options.keeps else []
     for chunk in _chunks(rows, head.weight, options, on):
         place, x = chunk.place, chunk.states(matrices, options.dtype)
         logits = head.logits(x)
@@ -539,7 +551,9 @@ def _forward(
             head.sweep(logits, chunk.targets, losses[place], chunk.per_row(scales))
             gradients.add(chunk, logits, x)
         else:
-            head.sweep(logits, chunk.targets, losses[place])
+            head.sweep(logits, chunk.targets, losses[place], torch.ones_like(losses[place]) if kept else None)
+        if kept:
+            kept[0][place] = logits
     sums = [losses[some.first : some.stop].view(len(some.depths), -1).sum(1) for some in rows]
     per_depth = _times_factors(torch.cat(sums), rows)
     factor = torch.ones((), dtype=wide, device=device)
@@ -548,7 +562,7 @@ def _forward(
         per_depth = per_depth / number
         factor = factor / (number if isinstance(number, int) else number.clamp(min=1.0))
     total = torch.dot(weights, per_depth)
-    found = [] if gradients is None else gradients.found(hidden[0].shape, wide)
+    found = kept if gradients is None else gradients.found(hidden[0].shape, wide)
     return total, per_depth, factor, *found
 
 
@@ -562,6 +576,7 @@ def _forward_fake(hidden: list[Tensor], weight: Tensor, *others: Any) -> tuple[T
 @common.outside_autocast
 def _gradients(
     factors: Tensor,  # [depths]; one that is known to be zero gives zeros even where the gradients are NaN
+    kept: Tensor | None,  # the gradients of the logits
     hidden: list[Tensor],
     weight: Tensor,
     bias: Tensor | None,
@@ -578,9 +593,12 @@ def _gradients(
     for chunk in _chunks(rows, head.weight, options, off):
         if off[chunk.depths.start]:
             continue
-        x = chunk.states(matrices, options.dtype)
-        logits = head.logits(x)
-        head.sweep(logits, chunk.targets, scales=chunk.per_row(scales))
+        x, factor = chunk.states(matrices, options.dtype), chunk.per_row(scales)
+        if kept is None:
+            logits = head.logits(x)
+            head.sweep(logits, chunk.targets, scales=factor)
+        else:
+            logits = (kept[chunk.place] * factor.unsqueeze(1)).to(options.dtype)
         gradients.add(chunk, logits, x)
     return gradients.found(hidden[0].shape, weight.dtype)
 
@@ -613,14 +631,15 @@ def _scale(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    weight, bias, targets, sample, _, ctx.options, *hidden = inputs
+    weight, bias, targets, sample, depth_weights, ctx.options, *hidden = inputs
     _, _, factor, *found = output
     ctx.set_materialize_grads(False)
     # What is found stays differentiable, so that a second derivative of a fused call is seen, and refused.
     ctx.mark_non_differentiable(factor)
     ctx.depths, ctx.own_targets, ctx.weight_dtype = len(hidden), len(targets), weight.dtype
-    # The gradients of a fused forward have the weights in them; without weights the total is the plain sum.
-    ctx.save_for_backward(factor, *([] if ctx.options.fused else [weight, bias, sample, *targets, *hidden]), *found)
+    # The gradients of a fused forward have the weights in them.
+    inputs = () if ctx.options.fused else (depth_weights, weight, bias, sample, *targets, *hidden)
+    ctx.save_for_backward(factor, *inputs, *found)
 
 
 def _find(ctx: Any, grad_total: Tensor | None, grad_per_depth: Tensor | None) -> tuple[list[Tensor | None], Any, Any]:
@@ -632,15 +651,18 @@ def _find(ctx: Any, grad_total: Tensor | None, grad_per_depth: Tensor | None) ->
     factors = factor.new_zeros(depths)
     for grad in (grad_total, grad_per_depth):
         factors = factors if grad is None else factors + grad * factor
+    if not options.fused and saved[0] is not None:  # then there is no other gradient than that of the total
+        factors = factors * saved[0].to(factors)
     plain = common.is_plain_eager(factors, *saved)
     if options.fused:
         off = common.zero_weight_mask(factors) if plain else [False] * depths
         found = _scale(factors, saved, off, options.needs_hidden, ctx.weight_dtype)
     else:
-        weight, bias, sample, *saved = saved
-        targets, hidden = saved[: ctx.own_targets], saved[ctx.own_targets :]
+        _, weight, bias, sample, *saved = saved
+        targets, saved = saved[: ctx.own_targets], saved[ctx.own_targets :]
+        hidden, kept = saved[:depths], saved[depths] if options.keeps else None
         differentiate = _gradients if plain else _gradients_operator
-        found = differentiate(factors, hidden, weight, bias, targets, sample, *options)
+        found = differentiate(factors, kept, hidden, weight, bias, targets, sample, *options)
     *of_hidden, of_weight, of_bias = common.scatter(
         found, [*options.needs_hidden, options.needs_weight, options.needs_bias]
     )
@@ -678,7 +700,7 @@ def _operator_backward(ctx: Any, grad_total: Tensor | None, grad_per_depth: Tens
 _HEAD = "Tensor weight, Tensor? bias, Tensor[] targets, Tensor? sample"
 _OPTIONS = (
     "int ignore_index, float label_smoothing, float? softcap, SymInt? chunk_tokens, bool mean, ScalarType dtype, "
-    "str backend, bool fused, bool[] needs_hidden, bool needs_weight, bool needs_bias"
+    "str backend, bool fused, bool keeps, bool[] needs_hidden, bool needs_weight, bool needs_bias"
 )
 _operator = common.define(
     "layerwise_cross_entropy",
@@ -695,6 +717,6 @@ _operator.register_autograd(
 _gradients_operator = common.define(
     "layerwise_cross_entropy_backward",
     _gradients,
-    lambda _, hidden, weight, *others: _empty_gradients(hidden, weight, _Options(*others[3:]), weight.dtype),
-    f"(Tensor factors, Tensor[] hidden, {_HEAD}, {_OPTIONS}) -> Tensor[]",
+    lambda _, kept, hidden, weight, *others: _empty_gradients(hidden, weight, _Options(*others[3:]), weight.dtype),
+    f"(Tensor factors, Tensor? kept, Tensor[] hidden, {_HEAD}, {_OPTIONS}) -> Tensor[]",
 )
