@@ -168,7 +168,8 @@ def _gradients(
             table = kernels.PACKED_BACKWARD_BLOCKS if packed else kernels.STREAMING_BACKWARD_BLOCKS
             blocks = common.blocks_for(table, z, z.shape[1] if packed else _widest(z, values))
             tensors = grad_output, z, values, lengths, output, log_sum_exp, remainder
-            found = kernels.backward(*tensors, scale, energy, *needs, packed, blocks)
+            needs_z, needs_values = needs
+            found = kernels.backward(*tensors, scale, energy, needs_z, needs_values, packed, blocks)
             return [gradient for gradient in found if gradient is not None]
     if log_sum_exp.numel():  # the forward was a kernel's, which keeps something else
         kept = z.new_empty(0, dtype=torch.promote_types(z.dtype, torch.float32))
