@@ -38,7 +38,8 @@ cores, most of it for torch.compile.
 - The baseline is eager torch unless the case says otherwise. The best peer is the fastest of torch.compile, the
   libraries that run there, and eager torch with the same trick: "by the identity" projects once per layer, "flattened"
   puts all depths into one product.
-- MiB: peak memory allocated during a step, minus what stays allocated between steps; the baseline's in brackets.
+- MiB: peak memory allocated during a step, minus what stays allocated between steps; the baseline's in brackets. On a
+  CPU, results from before 2026-11-25 are of resident memory instead.
 - "Tied values": the values are z. "Own" or "next" readout: the dictionary of a depth's own layer, or of the next one.
 - A cell is empty where nothing was measured.
 """
