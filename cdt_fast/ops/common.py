@@ -179,11 +179,20 @@ def without_tensor_cores(dtype: torch.dtype) -> bool:
 # Backend
 
 _setting: Setting = "auto"
-_disabled: set[str] = set()  # ops of which a kernel did not run on the card
+_worked: set[tuple[str, torch.dtype, torch.device]] = set()  # ops of which a kernel has run in a dtype on a device
+_disabled: set[tuple[str, torch.dtype, torch.device]] = set()  # ops of which one failed there
 _COMPILER_ERRORS = re.compile(
     r"PassManager::run failed|PTX codegen error|failed to translate|out of resource"
     r"|no kernel image|device kernel image is invalid|too many resources requested"
 )
+# What is missing if a kernel's first launch fails: a pattern of the error's type and message, and the remedy.
+_REMEDIES = {
+    "C compiler": "install gcc, or set CC to a C compiler",
+    "CalledProcessError": "see what the compiler printed: if Python.h is missing, install python3-dev",
+    "libcuda|ldconfig": "set TRITON_LIBCUDA_PATH to the folder of libcuda.so.1, in WSL /usr/lib/wsl/lib",
+    "^OSError|^ImportError|^PermissionError": "set TRITON_CACHE_DIR to a folder to write to and load libraries from",
+    "unsupported toolchain|kernel image": "install a newer NVIDIA driver",
+}
 
 
 class use_backend:
@@ -221,32 +230,48 @@ def choose_backend(op: str, *tensors: Tensor, multiplies: bool = False) -> Backe
     With `multiplies`, the kernels multiply matrices: cuBLAS is faster without tensor cores, so only "triton" chooses
     them there.
     """
-    if _setting == "torch" or (_setting == "auto" and op in _disabled):
+    if _setting == "torch":
         return "torch"
     for tensor in tensors:
         reason = unsupported_reason(tensor.device, tensor.dtype)
         if reason is not None and _setting == "triton":
             raise InputError(f"backend 'triton' cannot run {op} here: {reason}. 'auto' and 'torch' can")
-        if reason is not None or (_setting == "auto" and multiplies and without_tensor_cores(tensor.dtype)):
+        failed = _setting == "auto" and (op, tensor.dtype, tensor.device) in _disabled
+        if reason is not None or failed or (_setting == "auto" and multiplies and without_tensor_cores(tensor.dtype)):
             return "torch"
     return "triton"
 
 
 @contextlib.contextmanager
-def or_plain_torch(op: str) -> Iterator[None]:
-    """Run the kernels of `op`: if the compiler refuses one, go on behind the block, where plain torch stands.
+def or_plain_torch(op: str, tensor: Tensor) -> Iterator[None]:
+    """Run the kernels of `op`: if one fails, go on behind the block, where plain torch stands.
 
-    Plain torch replaces them from now on, with one warning. Any other error, and every error under "triton", is raised.
+    Plain torch replaces them from now on, with one warning, for the dtype and device of `tensor`. Until they have
+    worked there once, any error counts; then only the compiler's. All else is raised, and every error under "triton".
     """
+    key = op, tensor.dtype, tensor.device
     try:
         yield
     except Exception as error:
-        if _setting == "triton" or interpreting() or not _from_the_compiler(error):
+        if _setting == "triton" or interpreting() or not (_from_the_compiler(error) or _from_the_start(error, key)):
             raise
-        if op not in _disabled:
-            _disabled.add(op)
-            reason = next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), "")
-            warnings.warn(f"{op} runs on plain torch from now on: its kernel failed: {reason}", RuntimeWarning, 3)
+        if key not in _disabled:
+            _disabled.add(key)
+            words = f"{type(error).__name__}: {error}"
+            reason = next(line.strip(" .") for line in reversed(words.splitlines()) if line.strip())
+            remedy = next((text for pattern, text in _REMEDIES.items() if re.search(pattern, words)), "")
+            where = f"{str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"
+            text = f"{op} runs on plain torch from now on, in {where}: its kernels failed: {reason}"
+            text += f". To run them, {remedy}" * bool(remedy)
+            warnings.warn(text, RuntimeWarning, 3)
+    else:
+        _worked.update([key] * bool(tensor.numel()))  # of an empty tensor nothing is launched
+
+
+def _from_the_start(error: BaseException, key: tuple[str, torch.dtype, torch.device]) -> bool:
+    """Return whether no kernel has worked yet, and neither the call nor the memory is to blame."""
+    memory = "out of memory" in str(error)  # from Triton, a RuntimeError
+    return key not in _worked and not memory and not isinstance(error, (InputError, TypeError, torch.OutOfMemoryError))
 
 
 def _from_the_compiler(error: BaseException) -> bool:

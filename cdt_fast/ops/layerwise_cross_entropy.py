@@ -407,7 +407,7 @@ class _Head:
         if self._backend == "triton":
             from cdt_fast.kernels import layerwise_cross_entropy as kernels
 
-            with common.or_plain_torch("layerwise_cross_entropy"):
+            with common.or_plain_torch("layerwise_cross_entropy", logits):
                 flags = options.ignore_index, options.softcap, options.label_smoothing
                 kernels.cross_entropy_(logits, targets, losses, scales, *flags)
                 return

@@ -88,7 +88,7 @@ def _losses(
     if backend == "triton":
         from cdt_fast.kernels import layerwise_reconstruction_loss as kernels
 
-        with common.or_plain_torch("layerwise_reconstruction_loss"):
+        with common.or_plain_torch("layerwise_reconstruction_loss", target):
             blocks = common.blocks_for(kernels.BLOCKS, target, multiplies=False)
             errors = kernels.forward(reconstructions, target, padding, blocks)
     if errors is None:
@@ -114,7 +114,7 @@ def _gradients(
     if backend == "triton":
         from cdt_fast.kernels import layerwise_reconstruction_loss as kernels
 
-        with common.or_plain_torch("layerwise_reconstruction_loss"):
+        with common.or_plain_torch("layerwise_reconstruction_loss", target):
             blocks = common.blocks_for(kernels.BLOCKS, target, multiplies=False)
             return kernels.backward(reconstructions, target, padding, factors.float(), needs, blocks)
     zeros = common.zero_weight_mask(factors)

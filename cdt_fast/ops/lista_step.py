@@ -90,7 +90,7 @@ def _forward(
     if backend == "triton":
         from cdt_fast.kernels import lista_step as kernels
 
-        with common.or_plain_torch("lista_step"):
+        with common.or_plain_torch("lista_step", codes):
             blocks = common.blocks_for(kernels.BLOCKS, codes)
             tensors = codes.contiguous(), signal.contiguous(), dictionary.contiguous()
             next_codes, kept = kernels.forward(*tensors, step, threshold, nonlinearity, keep_residual, blocks)
@@ -123,7 +123,7 @@ def _gradients(
     if backend == "triton":
         from cdt_fast.kernels import lista_step as kernels
 
-        with common.or_plain_torch("lista_step"):
+        with common.or_plain_torch("lista_step", output):
             blocks = common.blocks_for(kernels.BLOCKS, output)
             tensors = grad_output.contiguous(), output, atoms.contiguous()
             parts = kernels.backward(*tensors, step, nonlinearity, needs_codes, needs_dictionary, blocks)

@@ -98,7 +98,7 @@ def _forward(
     if backend == "triton":
         from cdt_fast.kernels import residual_linear as kernels
 
-        with common.or_plain_torch("residual_linear"):
+        with common.or_plain_torch("residual_linear", x):
             blocks = common.blocks_for(kernels.BLOCKS, x)
             return kernels.forward(x, weight, residual, alpha, threshold, nonlinearity, blocks)
     return common.shrink_(torch.addmm(residual.to(x.dtype), x, weight, alpha=alpha), threshold, nonlinearity)

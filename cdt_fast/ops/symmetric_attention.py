@@ -111,7 +111,7 @@ def _forward(
     if backend == "triton":
         from cdt_fast.kernels import symmetric_attention as kernels
 
-        with common.or_plain_torch("symmetric_attention"):
+        with common.or_plain_torch("symmetric_attention", z):
             packed, keeps_remainder = _packed(z), _keeps_remainder(z, keeps)
             table = kernels.PACKED_BLOCKS if packed else kernels.STREAMING_BLOCKS
             blocks = common.blocks_for(table, z, z.shape[1] if packed else _widest(z, values))
@@ -163,7 +163,7 @@ def _gradients(
     if log_sum_exp.numel() and backend == "triton":
         from cdt_fast.kernels import symmetric_attention as kernels
 
-        with common.or_plain_torch("symmetric_attention"):
+        with common.or_plain_torch("symmetric_attention", z):
             packed, remainder = _packed(z), kept if kept.dim() > 1 else None
             table = kernels.PACKED_BACKWARD_BLOCKS if packed else kernels.STREAMING_BACKWARD_BLOCKS
             blocks = common.blocks_for(table, z, z.shape[1] if packed else _widest(z, values))

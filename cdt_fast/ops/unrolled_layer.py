@@ -255,7 +255,7 @@ def _forward(
     if backend == "triton":
         from cdt_fast.kernels import unrolled_layer as kernels
 
-        with common.or_plain_torch("unrolled_layer"):
+        with common.or_plain_torch("unrolled_layer", signal):
             lean = next_low is None and lengths is None and _is_aligned(signal) and _is_aligned(low)
             widest = max(signal.shape[2], (low if next_low is None else next_low).shape[0])
             blocks = common.blocks_for(kernels.LEAN_BLOCKS if lean else kernels.BLOCKS, signal, widest)
@@ -312,7 +312,7 @@ def _gradients(
     if backend == "triton":
         from cdt_fast.kernels import unrolled_layer as kernels
 
-        with common.or_plain_torch("unrolled_layer"):
+        with common.or_plain_torch("unrolled_layer", signal):
             lean = tied and lengths is None
             blocks = common.blocks_for(kernels.LEAN_BACKWARD_BLOCKS if lean else kernels.BACKWARD_BLOCKS, signal)
             found = kernels.backward(layer, *given, common.card_of(signal).processors, blocks)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import Tensor
 from cdt_fast import ops
 from cdt_fast.checks import InputError
 from cdt_fast.ops import common
+from cdt_fast.ops.lista_step import lista_step_reference
 
 
 @pytest.fixture(autouse=True)
@@ -125,15 +127,106 @@ def test_a_missing_or_old_triton_is_named(
     assert reason in str(common.unavailable_reason.__wrapped__())
 
 
-@pytest.mark.parametrize("message", ["an illegal memory access was encountered", "unexpected keyword"])
-def test_only_what_the_compiler_refuses_disables_a_kernel(message: str) -> None:
+@pytest.fixture
+def on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ops take this processor for a card that no kernel has run on."""
     pytest.importorskip("triton")
-    with pytest.raises(RuntimeError, match=message), common.or_plain_torch("lista_step"):
-        raise RuntimeError(message)
+    reasons = {"unavailable_reason": None, "unsupported_reason": None, "without_tensor_cores": False}
+    for name, answer in {**reasons, "interpreting": False, "spec_of": common.SMALLEST}.items():
+        monkeypatch.setattr(common, name, lambda *_, answer=answer: answer)
+    for name in ("_worked", "_disabled"):
+        monkeypatch.setattr(common, name, set())
+
+
+TOOLCHAIN = RuntimeError("Triton Error [CUDA]: the provided PTX was compiled with an unsupported toolchain.")
+
+
+@pytest.mark.parametrize(
+    ("environment", "error", "words"),
+    [  # without an error, Triton's own
+        ({"PATH": ""}, None, "Failed to find C compiler.* To run them, install gcc, or set CC"),
+        ({"CC": "false"}, None, "CalledProcessError: .* status 1. To .* if Python.h is missing, install python3-dev"),
+        (
+            {},
+            AssertionError("libcuda.so cannot found!\nrun ldconfig"),
+            "run ldconfig. To run them, set TRITON_LIBCUDA_PATH",
+        ),
+        ({}, PermissionError(13, "Permission denied", "/root/.triton"), "Permission denied.* set TRITON_CACHE_DIR"),
+        (
+            {},
+            ImportError("utils.so: failed to map segment"),
+            "failed to map segment. To run them, set TRITON_CACHE_DIR",
+        ),
+        ({}, TOOLCHAIN, "unsupported toolchain. To run them, install a newer NVIDIA driver"),
+        ({}, KeyError("nothing known"), "KeyError: 'nothing known'$"),
+    ],
+)
+def test_a_first_launch_that_fails_leaves_plain_torch(
+    on_a_card: None,
+    environment: dict[str, str],
+    error: Exception | None,
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    from triton.backends.nvidia import driver as nvidia
+    from triton.runtime import driver
+
+    calls, build = [], nvidia.compile_module_from_src
+
+    def compile_module_from_src(*args: Any, **options: Any) -> Any:
+        calls.append(args)
+        if error is not None:
+            raise error
+        return build(*args, **options)
+
+    # All is Triton's, up to what it compiles of its own for a driver that it believes to be there.
+    monkeypatch.setattr(nvidia, "compile_module_from_src", compile_module_from_src)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(driver, "_default", None)
+    monkeypatch.setattr(driver, "_active", None)
+    monkeypatch.delenv("CC", raising=False)
+    for name, value in {"TRITON_LIBCUDA_PATH": "/", "TRITON_CACHE_DIR": str(tmp_path), **environment}.items():
+        monkeypatch.setenv(name, value)
+    step = torch.randn(3, 5), torch.randn(3, 4), torch.randn(4, 5)
+    options: dict[str, Any] = {"step": 0.1, "threshold": 0.1}
+    with ops.use_backend("triton"), pytest.raises(Exception) as raised:
+        ops.lista_step(*step, **options)
+    assert error is None or raised.value is error
+    with ops.use_backend("auto"):
+        with pytest.warns(RuntimeWarning, match=rf"lista_step runs .* in float32 on cpu: .*{words}") as warned:
+            found = ops.lista_step(*step, **options)
+        assert len(warned) == 1
+        torch.testing.assert_close(found, lista_step_reference(*step, **options))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            ops.lista_step(*step, **options)
+        assert len(calls) == 2
+        assert common.choose_backend("lista_step", step[0]) == "torch"
+        for tensor in (step[0].half(), step[0].to("meta")):
+            assert common.choose_backend("lista_step", tensor) == "triton"
+        assert common.choose_backend("residual_linear", step[0]) == "triton"
+
+
+def test_only_the_compiler_is_forgiven_once_a_kernel_has_worked(on_a_card: None) -> None:
+    def fail(error: Exception) -> None:
+        with common.or_plain_torch("an_op", torch.zeros(3)):
+            raise error
+
+    blamed = (InputError("n"), TypeError("unexpected keyword"), torch.OutOfMemoryError(), RuntimeError("out of memory"))
+    for size in (0, 3):
+        with common.or_plain_torch("an_op", torch.zeros(size)):
+            pass
+        for error in (*blamed, *[RuntimeError("an illegal memory access was encountered")] * (size > 0)):
+            with pytest.raises(type(error)):
+                fail(error)
+        assert len(common._worked) == (size > 0)
+    with pytest.warns(RuntimeWarning, match="out of resource"):
+        fail(RuntimeError("out of resource: shared memory"))
 
 
 @pytest.fixture
-def kernels_of_attention(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def kernels_of_attention(on_a_card: None, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The kernels are taken to run here; the forward's does (by torch), the backward's does not compile."""
     from cdt_fast.kernels import symmetric_attention as kernels
 
@@ -150,13 +243,7 @@ def kernels_of_attention(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]
 
     monkeypatch.setattr(kernels, "forward", forward)
     monkeypatch.setattr(kernels, "backward", backward)
-    monkeypatch.setattr(common, "spec_of", lambda _: common.SMALLEST)
-    monkeypatch.setattr(common, "interpreting", lambda: False)
-    monkeypatch.setattr(common, "unavailable_reason", lambda: None)
-    monkeypatch.setattr(common, "unsupported_reason", lambda *_: None)
-    monkeypatch.setattr(common, "without_tensor_cores", lambda _: False)
-    yield calls
-    common._disabled.clear()
+    return calls
 
 
 def _attention_and_gradient(z: Tensor) -> tuple[Tensor, Tensor]:
