@@ -78,10 +78,7 @@ def test_help_tells_every_default(call: Call) -> None:
         ("train video a.mp4 b.mp4", ["unknown argument: b.mp4"]),
         ("train video --steps ten", ["[training] steps must be a valid integer", "got 'ten'"]),
         ("train video --model vet", ["[model] model must be 'dust', 'ut' or 'vit', got 'vet'"]),
-        (
-            "train video --gammas 1,1e9",
-            ["[evaluation] gammas must be less than or equal to 1000000, got '1,1e9'"],
-        ),
+        ("train video --gammas 1,1e9", ["[evaluation] gammas must be less than or equal to 1000000, got '1,1e9'"]),
         ("train video --config no.toml", ["cdt-fast: no.toml: cannot be read as TOML (No such file"]),
         ("train video missing.mp4", ["missing.mp4", "no such file"]),
         ("train video --resume missing", ["missing: is no run folder"]),

@@ -70,12 +70,7 @@ def test_a_json_file_that_is_not_whole_is_named_in_one_line(tmp_path: Path, cont
     assert len(str(caught.value)) < 300 + len(str(path))
 
 
-BROKEN_TOML = [
-    b"a = " + b"1" * 5000,
-    b"a = " + b"[" * 5000 + b"]" * 5000,
-    b"a = \xff",
-    b"[a",
-]
+BROKEN_TOML = [b"a = " + b"1" * 5000, b"a = " + b"[" * 5000 + b"]" * 5000, b"a = \xff", b"[a"]
 
 
 @pytest.mark.parametrize("content", BROKEN_TOML)

@@ -8,44 +8,14 @@ import numpy as np
 
 # Small enough for a step of a few milliseconds. The CPU also where a GPU is: results are compared bit by bit.
 # What a test's numbers rest on is written out, so that other defaults do not move them.
+_CONSTRAINTS: dict[str, Any] = {"objective": "last", "coupling": "chain", "reference_mode": "constraint"}
+_CONSTRAINTS |= {"rate": 0.3, "reference": "auto", "margin": 0.0, "normalize": False, "resilience": "slack"}
+_CONSTRAINTS |= {"dual_lr": 0.01, "betas": [0.0, 0.999], "slack_cost": 1.0, "warmup_epochs": 1}
 TINY: dict[str, dict[str, Any]] = {
-    "data": {
-        "frames": "resized",
-        "size": 32,
-        "patch": 8,
-        "patch_frames": 1,
-        "window": 5,
-        "gamma": 0.15,
-    },
-    "model": {
-        "nonlinearity": "soft_threshold",
-        "code_size": 64,
-        "layers": 2,
-        "sparsity": 0.2,
-        "scale": 1.0,
-    },
-    "constraints": {
-        "rate": 0.3,
-        "objective": "last",
-        "reference": "auto",
-        "reference_mode": "constraint",
-        "coupling": "chain",
-        "normalize": False,
-        "margin": 0.0,
-        "betas": [0.0, 0.999],
-        "dual_lr": 0.01,
-        "resilience": "slack",
-        "slack_cost": 1.0,
-        "warmup_epochs": 1,
-    },
-    "training": {
-        "steps": 6,
-        "batch": 2,
-        "device": "cpu",
-        "lr": 0.01,
-        "schedule": "cosine",
-        "validate_every": 2,
-    },
+    "data": {"frames": "resized", "size": 32, "patch": 8, "patch_frames": 1, "window": 5, "gamma": 0.15},
+    "model": {"nonlinearity": "soft_threshold", "code_size": 64, "layers": 2, "sparsity": 0.2, "scale": 1.0},
+    "constraints": _CONSTRAINTS,
+    "training": {"steps": 6, "batch": 2, "device": "cpu", "lr": 0.01, "schedule": "cosine", "validate_every": 2},
     "evaluation": {"gammas": [0.15, 0.5]},
 }
 

@@ -13,13 +13,7 @@ TINY_TEXT: dict[str, dict[str, Any]] = {
     "data": {"gamma": 0.3, "max_tokens": 12},
     "model": {"layers": 2, "width": 12, "least_count": 1},
     "constraints": {"rate": 0.1, "reference": 0.9, "reference_mode": "anchor", "warmup_epochs": 1},
-    "training": {
-        "steps": 8,
-        "batch": 8,
-        "device": "cpu",
-        "lr": 0.01,
-        "validate_every": 4,
-    },
+    "training": {"steps": 8, "batch": 8, "device": "cpu", "lr": 0.01, "validate_every": 4},
     "evaluation": {"gammas": [0.0, 1.0, 2.0]},
 }
 TINY_LANGUAGE: dict[str, dict[str, Any]] = {
@@ -74,18 +68,10 @@ def write_language_model(folder: Path, layers: int = 2, *, tied: bool = False) -
     tokenizer: Any = Tokenizer(models.BPE({word: number for number, word in enumerate(words)}, []))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
-    config = transformers.LlamaConfig(
-        vocab_size=len(words),
-        hidden_size=16,
-        intermediate_size=64,
-        num_hidden_layers=layers,
-        num_attention_heads=2,
-        max_position_embeddings=200,
-        pad_token_id=None if tied else 1,
-        bos_token_id=None,
-        eos_token_id=0,
-        tie_word_embeddings=tied,
-    )
+    sizes: dict[str, Any] = {"vocab_size": len(words), "hidden_size": 16, "intermediate_size": 64}
+    sizes |= {"num_hidden_layers": layers, "num_attention_heads": 2, "max_position_embeddings": 200}
+    special_ids = {"pad_token_id": None if tied else 1, "bos_token_id": None, "eos_token_id": 0}
+    config = transformers.LlamaConfig(**sizes, **special_ids, tie_word_embeddings=tied)
     torch.manual_seed(0)
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
     return str(folder)

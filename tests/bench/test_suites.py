@@ -43,8 +43,7 @@ def test_every_implementation_agrees_or_says_why_it_cannot_run(case: Case, monke
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("suite", "sizes"),
-    [("attention", attention.SHAPES), ("ops", ops.SIZES), ("cross_entropy", cross_entropy.SHAPES)],
+    ("suite", "sizes"), [("attention", attention.SHAPES), ("ops", ops.SIZES), ("cross_entropy", cross_entropy.SHAPES)]
 )
 def test_the_compiled_one(suite: str, sizes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sizes, "cpu", sizes["toy"])

@@ -14,47 +14,21 @@ VOCABULARY, LAYERS, ROWS, LENGTH = 50, 2, 8, 6
 RATE, REFERENCE = 0.3, 3.0
 LEARNING_RATE, DUAL_LR = 0.1, 0.2
 # Of a Trainer, which is that loop then.
-SETTINGS: dict[str, Any] = {
-    "use_cpu": True,
-    "per_device_train_batch_size": 1,
-    "per_device_eval_batch_size": 2,
-    "gradient_accumulation_steps": 2,
-    "learning_rate": LEARNING_RATE,
-    "lr_scheduler_type": "constant",
-    "max_grad_norm": 0.0,
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "report_to": [],
-    "disable_tqdm": True,
-}
+SETTINGS: dict[str, Any] = {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 2}
+SETTINGS |= {"gradient_accumulation_steps": 2, "lr_scheduler_type": "constant", "learning_rate": LEARNING_RATE}
+SETTINGS |= {"use_cpu": True, "max_grad_norm": 0.0, "logging_steps": 1, "save_strategy": "no"}
+SETTINGS |= {"report_to": [], "disable_tqdm": True}
 # The chain by plain ascent on raw violations without slacks, which the loop below writes out.
-ASCENT: dict[str, Any] = {
-    "coupling": "chain",
-    "reference_mode": "constraint",
-    "rate": RATE,
-    "reference": REFERENCE,
-    "betas": None,
-    "dual_lr": DUAL_LR,
-    "resilience": None,
-    "normalize": False,
-    "margin": 0.0,
-}
+ASCENT: dict[str, Any] = {"coupling": "chain", "reference_mode": "constraint", "rate": RATE, "reference": REFERENCE}
+ASCENT |= {"betas": None, "dual_lr": DUAL_LR, "resilience": None, "normalize": False, "margin": 0.0}
 
 
 def language_model(dtype: torch.dtype = torch.float64) -> Any:
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
+    sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "num_hidden_layers": LAYERS, "num_attention_heads": 2}
+    sizes |= {"hidden_size": 16, "intermediate_size": 24, "num_key_value_heads": 2}
+    config = transformers.LlamaConfig(**sizes, bos_token_id=1, eos_token_id=2, pad_token_id=0)
     return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(dtype)
 
 

@@ -127,13 +127,8 @@ SAVED = {"rate": RATE, "reference": 3.0, "dual_lr": 0.1, "slack_cost": 1.0}
 # After step 1 and 4 in the middle of an epoch, after step 3 at its end.
 @pytest.mark.parametrize("step", [1, 3, 4])
 def test_resume_is_bit_equal(step: int, tmp_path: Path) -> None:
-    settings: dict[str, Any] = {
-        "unconstrained_steps": 2,
-        "save_strategy": "steps",
-        "save_steps": 1,
-        "optimizers": (None, None),
-    }
-    settings |= {"kind": Trainer, "count": 6, "unconstrained_steps": 2}
+    settings: dict[str, Any] = {"kind": Trainer, "count": 6, "unconstrained_steps": 2, "optimizers": (None, None)}
+    settings |= {"save_strategy": "steps", "save_steps": 1}
     whole = trainer_for(tmp_path / "whole", SAVED, **settings)
     whole.train()
     folder = tmp_path / "whole" / f"checkpoint-{step}"

@@ -12,12 +12,7 @@ from torch import Tensor, nn
 from cdt_fast import models
 from cdt_fast.checks import InputError
 
-CASES: list[dict[str, Any]] = [
-    {},
-    {"tied": True, "scale": 0.3},
-    {"width": 4},
-    {"width": 9, "tied": True},
-]
+CASES: list[dict[str, Any]] = [{}, {"tied": True, "scale": 0.3}, {"width": 4}, {"width": 9, "tied": True}]
 LENGTHS = torch.tensor([7, 1, 4])
 LABELS = torch.tensor([2, 0, 1])
 

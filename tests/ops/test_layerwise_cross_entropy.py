@@ -12,14 +12,7 @@ from torch import Tensor
 
 from cdt_fast.checks import InputError
 from cdt_fast.ops import common
-from tests.ops.battery import (
-    assert_close,
-    assert_equal,
-    build,
-    call,
-    leaves_of,
-    results,
-)
+from tests.ops.battery import assert_close, assert_equal, build, call, leaves_of, results
 
 module = importlib.import_module("cdt_fast.ops.layerwise_cross_entropy")  # the name in `ops` is the function
 ALL = ("bias", "weights", "targets of depths")

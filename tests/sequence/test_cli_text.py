@@ -13,13 +13,7 @@ import pytest
 from cdt_fast.files import read_json
 from cdt_fast.training.loop import Trainer
 from tests.tiny import words_of_command
-from tests.tiny_text import (
-    TINY_LANGUAGE,
-    TINY_TEXT,
-    write_instructions,
-    write_language_model,
-    write_table,
-)
+from tests.tiny_text import TINY_LANGUAGE, TINY_TEXT, write_instructions, write_language_model, write_table
 
 Call = Callable[..., Any]
 
@@ -90,9 +84,7 @@ def test_train_evaluate_and_compare(
     assert ("perplexity" in answer.out) == (task == "lm")
     report = (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
     pictures = re.findall(r"!\[[^]]+\]\(([^)]+)\)", report)
-    assert set(pictures) == {
-        *("loss_over_depth.png", "accuracy_over_noise.png", "multipliers.png"),
-    }
+    assert set(pictures) == {*("loss_over_depth.png", "accuracy_over_noise.png", "multipliers.png")}
     for picture in pictures:
         assert (tmp_path / "out" / picture).read_bytes().startswith(b"\x89PNG")
 
@@ -131,6 +123,7 @@ BAD = [
     ("text", ["LABELS"], ["label", "'maybe'", "'neg', 'pos'"]),
     ("lm", [], ["SOURCE is missing"]),
     ("lm", ["INSTRUCTIONS", "--taps", "0,9"], ["taps must be a list of increasing depths between 0 and 2"]),
+    ("lm", ["INSTRUCTIONS", "--taps", "0,1"], ["[model] taps must be at least two depths that end with the last, 2"]),
     ("lm", ["INSTRUCTIONS", "--inner-fraction", "0"], ["inner_fraction", "greater than 0"]),
     ("lm", ["INSTRUCTIONS", "--width", "18"], ["--width is gone: the git tag full"]),
     ("lm", ["INSTRUCTIONS", "--model", "no/such-model"], ["no/such-model", "local folder", "--download"]),

@@ -18,13 +18,7 @@ from cdt_fast.video.settings import VideoSettings
 from tests.ranks import in_ranks
 from tests.runs import new_trainer, settings_of
 from tests.tiny import words_of_command
-from tests.tiny_text import (
-    TINY_LANGUAGE,
-    TINY_TEXT,
-    write_instructions,
-    write_language_model,
-    write_table,
-)
+from tests.tiny_text import TINY_LANGUAGE, TINY_TEXT, write_instructions, write_language_model, write_table
 
 # Shares with unequal counts, and a last micro-batch of one sample, in which one rank has nothing to do.
 UNEQUAL: dict[str, Any] = {"batch": 5, "gamma": 0.5, "warmup_epochs": 0, "validate_every": 8}

@@ -23,12 +23,7 @@ from cdt_fast.video.evaluation import mean_depth_losses, measure
 from cdt_fast.video.figures import keep_frames
 from cdt_fast.video.networks import build_network, reconstructed
 from cdt_fast.video.noise import noisy_batches
-from cdt_fast.video.quality import (
-    THRESHOLD_FACTOR,
-    dct3d_denoise,
-    dct3d_shifted_denoise,
-    orthonormal_dct,
-)
+from cdt_fast.video.quality import THRESHOLD_FACTOR, dct3d_denoise, dct3d_shifted_denoise, orthonormal_dct
 from cdt_fast.video.settings import VideoSettings
 from tests.runs import evaluate_run, load_data
 from tests.tiny import scrolling_clip

@@ -7,17 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from .formats import (
-    FORMATS,
-    SIGNED,
-    UNSIGNED,
-    Array,
-    Format,
-    flushed,
-    fused,
-    truncated_division,
-    truncated_remainder,
-)
+from .formats import FORMATS, SIGNED, UNSIGNED, Array, Format, flushed, fused, truncated_division, truncated_remainder
 from .machine import Step, Threads
 from .operands import listed, operand
 from .ptx import Fault, Instruction, unknown

@@ -58,9 +58,7 @@ def _unchanged(bits: Array) -> Array:
 
 def _viewed(size: int, kind: Any) -> Format:
     return Format(
-        size,
-        lambda bits: bits.view(kind),
-        lambda numbers: np.ascontiguousarray(numbers, kind).view(UNSIGNED[size]),
+        size, lambda bits: bits.view(kind), lambda numbers: np.ascontiguousarray(numbers, kind).view(UNSIGNED[size])
     )
 
 
