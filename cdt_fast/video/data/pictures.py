@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -136,8 +137,19 @@ def naming_signs(files: list[Path]) -> list[str]:
 
 def _missing(numbers: list[str]) -> dict[int, int]:
     """Count the numbers that are missing after each index, if most numbers are the same step apart."""
-    steps = [int(later) - int(earlier) for earlier, later in pairwise(numbers)]
+    steps = [later - earlier for earlier, later in pairwise(_values(numbers))]
     usual, times = max(Counter(steps).items(), key=lambda item: (item[1], -item[0]), default=(0, 0))
     if 2 * times <= len(steps) or len(numbers[0]) > _MOST_DIGITS:
         return {}
     return {at: round(step / usual) - 1 for at, step in enumerate(steps) if round(step / usual) > 1}
+
+
+def _values(numbers: list[str]) -> list[int]:
+    """Return the numbers; those of a date or a time of day in seconds, as they jump where months and minutes end."""
+    for form in ("%Y%m%d%H", "%Y%m%d", "%H%M%S"):
+        size = len(f"{datetime.max:{form}}")
+        with suppress(ValueError):
+            if len(numbers[0]) >= size and len({number[:-size] for number in numbers}) == 1:
+                times = [datetime.strptime(number[-size:], form) for number in numbers]
+                return [int((time - datetime.min).total_seconds()) for time in times]
+    return [int(number) for number in numbers]

@@ -204,6 +204,24 @@ def signs(*names: str) -> list[str]:
     return naming_signs([Path(name) for name in sorted(names, key=natural_key)])
 
 
+# The form of a name, and milliseconds from one to the next.
+DATES = [
+    ("%Y%m%d_%H%M%S", 1000),
+    ("cam3 %Y-%m-%d %H.%M.%S", 7000),
+    ("%Y%m%dT%H%M%SZ", 1000),
+    ("%H-%M-%S.%f", 40),
+    ("%Y%m%d%H%M%S%f", 40),
+    ("%Y-%m-%d %Hh", 3_600_000),
+    *((form, 86_400_000) for form in ("%Y-%m-%d", "cam3_%Y%m%d")),
+    *((form, 1000) for form in ("%H%M%S", "f%H.%M.%S", "2024 %H-%M-%S")),
+]
+
+
+def dated(form: str, step: int) -> list[str]:
+    start = datetime(2024, 1, 30, 11, 58, 50)
+    return [f"{start + timedelta(milliseconds=step * number):{form}}.png" for number in range(300)]
+
+
 @pytest.mark.parametrize(
     ("names", "fact"),
     [
@@ -217,27 +235,13 @@ def signs(*names: str) -> list[str]:
         (["1.png", "01.png", "2.png", "02.png"], "01.png, 1.png"),
         ([f"cam{c}_{n}.png" for n in range(12) for c in (1, 2)], "cam1_11.png, cam2_0.png"),
         ([f"cam{c:02}_{n:04}.png" for n in range(12) for c in (1, 2)], "cam01_0011.png, cam02_0000.png"),
+        ([n for n in dated("%Y%m%d", 86_400_000) if "2024022" not in n], "10 frames are missing between the 290"),
         (["cover.png", *(f"{n}.png" for n in range(9))], "0.png, cover.png"),
     ],
 )
 def test_names_that_are_not_one_whole_sequence_are_noted(names, fact):
     [sign] = signs(*names)
     assert fact in sign
-
-
-# The form of a name, and milliseconds from one to the next.
-DATES = [
-    ("%Y%m%d_%H%M%S", 1000),
-    ("cam3 %Y-%m-%d %H.%M.%S", 7000),
-    ("%Y%m%dT%H%M%SZ", 1000),
-    ("%H-%M-%S.%f", 40),
-    ("%Y%m%d%H%M%S%f", 40),
-]
-
-
-def dated(form: str, step: int) -> list[str]:
-    start = datetime(2024, 1, 30, 11, 58, 50)
-    return [f"{start + timedelta(milliseconds=step * number):{form}}.png" for number in range(300)]
 
 
 @pytest.mark.parametrize(
