@@ -117,5 +117,7 @@ def _losses_of_samples(model: Denoiser, data: VideoData, settings: VideoSettings
         else:
             squares = [(tokens - target).square().sum(-1).mean(-1) for tokens in model.reconstructions(given, **known)]
         unit = known["deviation"].square() if known else 1.0
+        if settings.sequence == "space":
+            unit = target.shape[-1]  # a vit's losses are means over the pixels of a patch
         losses.append(torch.stack(squares).to(torch.float64) / unit)
     return torch.cat(losses, dim=1)
