@@ -38,6 +38,14 @@ def test_weights_are_new_and_outside_autograd() -> None:
     assert weights.tolist() == [0.0, 0.0, 1.0]
     assert constraints.weights().tolist() != [0.0, 0.0, 1.0]
     assert not weights.requires_grad
+    of_objectives = [make(kind).objective_weights() for kind in ("depths", "log", "bounds")]
+    assert of_objectives == [(0.5, 0.0, 2.0, 1.0), None, (0.0, 0.0, 0.0, 1.0)]
+
+
+def test_a_loss_of_zero_has_a_finite_weight() -> None:
+    constraints = plain(2, None, objective="log")
+    feed(constraints, [0.0, 2.0, 1.0])
+    assert constraints.weights().tolist() == [1.0, 0.5, 1.0]
 
 
 # The toy problem of docs/constraints.md §3: bounds of 1000 on three constraint functions + 1000, the objective last.

@@ -76,6 +76,11 @@ def absolute(losses: Tensor) -> Tensor:
     return losses - REFERENCE * torch.cat([torch.ones(1, dtype=torch.float64), KEPT]).cumprod(0)
 
 
+def usual(losses: Tensor) -> Tensor:
+    """With anchor, detach and margin."""
+    return torch.cat([losses[1:2] - 0.9 * KEPT[0] * REFERENCE, losses[2:] - 0.9 * KEPT[1:] * losses[1:-1].detach()])
+
+
 def with_bounds(losses: Tensor) -> Tensor:
     return torch.cat([chain(losses), torch.stack([losses[1] - 0.7, losses[3] - 1.01 * 0.5])])
 
@@ -105,6 +110,10 @@ FORMULATIONS = {
     "detach": Formulation(last, detached, {"coupling": "detach"}, ALL),
     "anchor": Formulation(last, anchored, {"reference_mode": "anchor"}, [1, 2, 3]),
     "absolute": Formulation(last, absolute, {"coupling": "absolute"}, ALL),
+    "usual": Formulation(last, usual, {"coupling": "detach", "reference_mode": "anchor", "margin": 0.1}, [1, 2, 3]),
+    "low absolute": Formulation(
+        last, lambda x: 0.1 * x + 0.9 * absolute(x), {"coupling": "absolute", "margin": 0.1}, ALL
+    ),
     "bounds": Formulation(last, with_bounds, BOUNDS, [0, 1, 2, 3, 5, 7]),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from cdt_fast.models.dictionary import squared_spectral_norm
 PATCH, CODES, LAYERS = 9, 20, 3
 WEIGHTS = (0.7, -0.4, 0.0, 1.3)
 KINDS = (models.DUST, models.VideoUT)
+NEEDS_COMPILER = pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler")
 
 
 def built(kind: type[models.DUST], seed: int = 0, layers: int = LAYERS, **options: Any) -> models.DUST:
@@ -165,11 +167,14 @@ def test_autocast_rounds_as_its_dtype_does(dtype: torch.dtype, readout: str) -> 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("options", [{"tied": True}, {"readout": "next"}])
 @pytest.mark.parametrize("weighted", [True, False])
-def test_torch_compile_sees_one_graph(kind: type[models.DUST], options: dict[str, Any], weighted: bool) -> None:
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=[pytest.mark.slow, NEEDS_COMPILER])])
+def test_torch_compile_sees_one_graph(
+    kind: type[models.DUST], options: dict[str, Any], weighted: bool, backend: str
+) -> None:
     model, (noisy, clean) = built(kind, **options), pictures(2)
     weights = torch.tensor(WEIGHTS) if weighted else None  # on the CPU, as from a constraint, with a zero in it
     torch._dynamo.reset()
-    compiled = torch.compile(model.layer_losses, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(model.layer_losses, fullgraph=True, backend=backend)
     results = []
     for losses in (compiled, model.layer_losses):
         total, per_depth = losses(noisy, clean, weights)

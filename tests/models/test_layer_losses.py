@@ -159,6 +159,21 @@ def test_gradient_checkpointing(name: str, reentrant: bool) -> None:
     assert sum(noting) == 1, "one run within the forward; a second one, in the backward, is not noted"
 
 
+def test_the_readout_of_a_classifier_draws_its_dropout_at_every_depth() -> None:
+    model, inputs = build("distilbert"), inputs_of("distilbert")
+    states = model(**inputs, output_hidden_states=True).hidden_states
+    attach_layer_losses(model)
+    model.dropout.train()
+    torch.manual_seed(5)
+    found = model(**inputs).layer_losses
+    torch.manual_seed(5)
+    losses = {}
+    for depth in (LAYERS, 0, 1, 2):  # the model's own readout comes first
+        features = model.dropout(torch.relu(model.pre_classifier(states[depth][:, 0])))
+        losses[depth] = torch.nn.functional.cross_entropy(model.classifier(features), inputs["labels"])
+    torch.testing.assert_close(found, torch.stack([losses[depth] for depth in range(4)]), **EXACT)
+
+
 def test_number_of_items_and_a_batch_of_one() -> None:
     model, inputs = build("llama"), {name: value[1:2] for name, value in inputs_of("llama").items()}
     answer = expected("llama", model, inputs)

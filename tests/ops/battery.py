@@ -147,7 +147,7 @@ def build(op: str, *extras: str, **options: Any) -> Case:
             tensors["weight"] = normal(source, atoms, width)
             if "bias" in extras:
                 tensors["bias"] = normal(source, atoms)
-            options["targets"] = [torch.randint(atoms, rows, generator=source) for _ in DEPTHS]
+            options["targets"] = [torch.randint(atoms, (*rows, 2), generator=source)[..., 0] for _ in DEPTHS]
             for targets in options["targets"]:  # a third is ignored, and the first one counts
                 targets[torch.rand(rows, generator=source) < 0.33] = -100
                 targets.view(-1)[:1] = 0

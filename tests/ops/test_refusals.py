@@ -139,7 +139,7 @@ BAD: dict[str, list[tuple[dict[str, Any], str]]] = {
         ),
     ],
 }
-# What any tensor may be wrong in, number and lengths; of the first tensor, which sets them, no device and dtype.
+# What any tensor may be wrong in, number and lengths; of the first, unless hidden states set them, no device and dtype.
 TENSORS = {
     "soft_threshold": ("x",),
     "lista_step": ("codes", "signal", "dictionary"),
@@ -151,7 +151,7 @@ TENSORS = {
 }
 SHAPES = {"values": (2, 3, 4), "projection": (2, 3, 4), "next_dictionary": (4, 5), "target": (2, 3, 4), "bias": (4,)}
 for op, names in TENSORS.items():
-    for number, name in enumerate(names):
+    for number, name in enumerate(names, op == "layerwise_cross_entropy"):
         good = GOOD[op].get(name, ZEROS(SHAPES.get(name, ())))
         dense = f"{name} must be a dense floating-point tensor .* got "
         BAD[op] += [({name: "Z"}, rf"{dense}'Z' \(str\)"), ({name: good.long()}, rf"{dense}.*int64")]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from cdt_fast.files import read_json
 from cdt_fast.training.loop import Trainer
@@ -81,6 +83,7 @@ def test_train_evaluate_and_compare(
         evaluation = read_json(run / "evaluation.json")
         assert line.split()[-1] == f"{evaluation['auc']:.3f}"
         assert f"{evaluation['accuracy'][0]:.3f}" in line
+        assert task == "text" or f"  {math.exp(evaluation['depth_loss'][0][-1]):.4g}" in tables[0]
     assert ("perplexity" in answer.out) == (task == "lm")
     report = (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
     pictures = re.findall(r"!\[[^]]+\]\(([^)]+)\)", report)
@@ -122,6 +125,7 @@ BAD = [
     ("text", ["FOLDER"], ["holds neither train.tsv"]),
     ("text", ["LABELS"], ["label", "'maybe'", "'neg', 'pos'"]),
     ("lm", [], ["SOURCE is missing"]),
+    ("lm", ["missing.json"], ["missing.json: cannot be read", "No such file"]),
     ("lm", ["INSTRUCTIONS", "--taps", "0,9"], ["taps must be a list of increasing depths between 0 and 2"]),
     ("lm", ["INSTRUCTIONS", "--taps", "0,1"], ["[model] taps must be at least two depths that end with the last, 2"]),
     ("lm", ["INSTRUCTIONS", "--inner-fraction", "0"], ["inner_fraction", "greater than 0"]),
@@ -199,7 +203,10 @@ def test_bad_input_is_one_line_and_leaves_nothing(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 bytes")])
+ALLOCATORS = [RuntimeError("DefaultCPUAllocator: can't allocate memory"), torch.OutOfMemoryError("CUDA out of memory.")]
+
+
+@pytest.mark.parametrize("error", [MemoryError(), *ALLOCATORS])
 def test_running_out_of_memory_names_the_settings_that_lower_the_need(
     call: Call, table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:

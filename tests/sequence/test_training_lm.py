@@ -13,6 +13,7 @@ import torch
 
 from cdt_fast.checks import InputError
 from cdt_fast.files import read_json
+from cdt_fast.sequence.networks import PretrainedNetwork
 from cdt_fast.training.run_folder import RunFolder
 from tests.runs import assert_same_runs, evaluated, load_data, new_trainer, settings_of, trained
 from tests.tiny import words_of_command
@@ -140,6 +141,13 @@ def test_the_limits_of_a_language_model_are_told_before_training(source: Path, t
     start(longest)
     with pytest.raises(InputError, match=rf"gpt2: cannot read rows of up to {longest} tokens.* smaller --max-tokens"):
         start(longest - 1)
+
+
+def test_a_model_whose_tokens_are_their_own_targets_is_refused() -> None:
+    sizes = {"d_model": 8, "decoder_layers": 1, "decoder_attention_heads": 1, "decoder_ffn_dim": 8}
+    model = transformers.BartForCausalLM(transformers.BartConfig(vocab_size=20, **sizes))
+    with pytest.raises(InputError, match="BartForCausalLM: takes the label of a token as its own target"):
+        PretrainedNetwork(model, None)
 
 
 def test_long_sequences_are_cut_and_those_without_an_answer_left_out(source: Path, tmp_path: Path) -> None:

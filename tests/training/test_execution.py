@@ -73,13 +73,17 @@ def test_float16_without_a_scaler_and_a_gpu_that_is_not_there_are_refused(tiny_c
 
 
 @pytest.mark.parametrize(
-    ("changes", "what"),
-    [({}, "each layer in one fused Triton kernel"), ({"patch": 32}, "composed of ops, not in one kernel (")],
+    ("changes", "backend", "what"),
+    [
+        ({}, "triton (blocks for hopper cards)", "each layer in one fused Triton kernel"),
+        ({"patch": 32}, "triton (blocks for hopper cards)", "composed of ops, not in one kernel ("),
+        ({}, "torch (an old card)", "ops on torch (an old card)"),
+    ],
 )
 def test_the_first_line_says_which_kernels_run_and_why(
-    tiny_config: Callable[..., VideoSettings], monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], what: str
+    tiny_config: Callable[..., VideoSettings], monkeypatch: pytest.MonkeyPatch, changes: Any, backend: str, what: str
 ) -> None:
-    monkeypatch.setattr(video_task, "explain", lambda: "triton (blocks for hopper cards)")
+    monkeypatch.setattr(video_task, "explain", lambda: backend)
     settings = tiny_config(device="auto", **changes)
     workload = VideoWorkload(settings, load_data(settings), torch.device("cpu"))
     line = resolved(settings=settings).describe(workload)

@@ -102,6 +102,8 @@ def test_a_run_that_died_at_any_moment_resumes_bit_for_bit(
 
     with around(name, **{when: die}), pytest.raises(Killed):
         train(run, config, progress=False)
+    for folder in [run.path, *filter(Path.is_dir, run.path.iterdir())]:
+        (folder / ".model-0.tmp.safetensors").touch()  # a file that was being written
     train(run, config, resume=True, progress=False)
     assert_same_runs(run, whole["constrained"])
 

@@ -87,6 +87,14 @@ def test_damage_in_the_middle_is_refused(tmp_path, write_video, refused, capfd):
     assert capfd.readouterr() == ("", "")  # FFmpeg's own words are not shown
 
 
+def test_frames_of_lost_packets_are_noted(tmp_path, write_video):
+    path = write_video(tmp_path / "clip.ts", count=60, codec="mpeg2video")
+    data = path.read_bytes()
+    middle = len(data) // 2 // 188 * 188  # a packet of this form has 188 bytes
+    path.write_bytes(data[:middle] + data[middle + 3 * 188 :])
+    assert any("decoder marks" in sign for sign in signs(path))
+
+
 @pytest.mark.parametrize(("form", "codec"), [("m4v", "mpeg4"), ("mpegts", "mpeg2video")])
 def test_a_recording_that_begins_between_key_frames_is_read(tmp_path, write_video, form, codec):
     path = write_video(tmp_path / "clip.video", count=60, codec=codec, form=form)
