@@ -53,6 +53,7 @@ class GpuSpec:
     capability: int  # compute capability times ten: 86 for an RTX 3090
     shared_memory: int  # bytes that one block can ask for
     processors: int  # streaming multiprocessors
+    memory: int = 24 * 2**30  # bytes
 
     @property
     def family(self) -> str:
@@ -64,13 +65,13 @@ class GpuSpec:
 
 
 CARDS = {
-    "A100": GpuSpec(80, 166_912, 108),
+    "A100": GpuSpec(80, 166_912, 108, 80 * 2**30),
     "RTX 3090": GpuSpec(86, 101_376, 82),
     "RTX 4090": GpuSpec(89, 101_376, 128),
-    "H200": GpuSpec(90, 232_448, 132),
-    "B200": GpuSpec(100, 232_448, 148),
-    "B300": GpuSpec(103, 232_448, 148),
-    "RTX 5090": GpuSpec(120, 101_376, 170),
+    "H200": GpuSpec(90, 232_448, 132, 141 * 2**30),
+    "B200": GpuSpec(100, 232_448, 148, 180 * 2**30),
+    "B300": GpuSpec(103, 232_448, 148, 270 * 2**30),
+    "RTX 5090": GpuSpec(120, 101_376, 170, 32 * 2**30),
 }
 SMALLEST = CARDS["RTX 3090"]
 Blocks = Mapping[str, int]
@@ -136,7 +137,8 @@ def spec_of(device: torch.device) -> GpuSpec:
     """Return the limits of the GPU `device`."""
     properties = torch.cuda.get_device_properties(device)
     capability = 10 * properties.major + properties.minor
-    return GpuSpec(capability, properties.shared_memory_per_block_optin, properties.multi_processor_count)
+    limits = properties.shared_memory_per_block_optin, properties.multi_processor_count, properties.total_memory
+    return GpuSpec(capability, *limits)
 
 
 def card_of(tensor: Tensor) -> GpuSpec:
@@ -465,6 +467,8 @@ def describe(value: Any) -> str:
 def check_tensor(name: str, value: Any, rank: int, layout: str) -> None:
     """Require a dense floating-point tensor of at least `rank` dimensions; `layout` is its shape, in words."""
     dense = isinstance(value, Tensor) and value.layout == torch.strided
+    if hasattr(value, "device_mesh"):  # without an import of the classes of torch.distributed
+        raise InputError(f"{name} is a DTensor: give its full_tensor(), or its to_local() where a rank's part is meant")
     if not dense or not value.is_floating_point() or value.dim() < rank:
         raise InputError(f"{name} must be a dense floating-point tensor {layout}, got {describe(value)}")
 
@@ -565,6 +569,15 @@ def weights_of_depths(
         raise InputError(f"{name} must be {depths} numbers, got {describe(depth_weights)}") from error
     check_shape(name, weights, (depths,), "one weight for each depth")
     return weights
+
+
+def on_device(numbers: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Move a few numbers; from a CPU to a GPU as arguments of a kernel, since a CUDA graph takes no copy from there."""
+    if device.type == "cpu" or numbers.device.type != "cpu" or numbers.requires_grad or torch.compiler.is_compiling():
+        return numbers.to(device, dtype, non_blocking=True)
+    moved = torch.zeros(len(numbers), dtype=dtype, device=device)
+    torch._foreach_add_(list(moved.unbind()), numbers.tolist())
+    return moved
 
 
 def zero_weight_mask(factors: Tensor) -> list[bool]:
@@ -705,17 +718,21 @@ def product_over_rows(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor
     return torch.mm(left.mT, right).to(dtype)
 
 
-def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Do `total += leftᵀ right`, `[n, m]` from `[rows, n]` and `[rows, m]`; a total of at least their dtype."""
+def add_product(total: Tensor, left: Tensor, right: Tensor, overwrite: bool = False) -> None:
+    """Do `total += leftᵀ right`, `[n, m]` from `[rows, n]` and `[rows, m]`; a total of at least their dtype.
+
+    With `overwrite` whatever stands in the total, NaN too, does not count.
+    """
     wider: dict[str, Any] = {} if total.dtype == right.dtype else {"out_dtype": total.dtype}
     if not wider or _adds_in_float32(right.device, right.dtype):
-        torch.addmm(total, left.mT, right, out=total, **wider)
+        torch.addmm(total, left.mT, right, beta=0 if overwrite else 1, out=total, **wider)
         return
     size = max(1, budget(PRODUCT_BYTES, right) // max(1, right.shape[1] * total.dtype.itemsize))
     # A CPU has no product of narrow factors with a float32 result: there it is rounded once.
     wider = {} if right.device.type == "cpu" else {"out_dtype": total.dtype}
     for part, columns in zip(total.split(size), left.split(size, 1), strict=True):
-        part.add_(torch.mm(columns.mT, right, **wider))
+        product = torch.mm(columns.mT, right, **wider)
+        part.copy_(product) if overwrite else part.add_(product)
 
 
 @functools.cache

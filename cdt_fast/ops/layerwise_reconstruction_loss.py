@@ -69,7 +69,7 @@ def layerwise_reconstruction_loss(
     per_depth = _operator(depths, *arguments) if call is None else call(*arguments, *depths)
     if weights is None:
         return common.LayerwiseLosses(per_depth.sum() if len(per_depth) > 1 else per_depth.squeeze(0), per_depth)
-    weights = weights.to(per_depth.device, per_depth.dtype, non_blocking=True)
+    weights = common.on_device(weights, per_depth.device, per_depth.dtype)
     return common.LayerwiseLosses((weights * per_depth).sum(), per_depth.detach())
 
 
