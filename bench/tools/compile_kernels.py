@@ -34,6 +34,7 @@ from triton.runtime.jit import JITFunction
 
 from cdt_fast import ops
 from cdt_fast.files import write_text
+from cdt_fast.kernels.layerwise_cross_entropy import cross_entropy_
 from cdt_fast.models import DUST
 from cdt_fast.ops import common
 from cdt_fast.ops.common import CARDS, KERNEL_DTYPES, GpuSpec
@@ -141,11 +142,16 @@ def call_ops(dtype: torch.dtype) -> None:
         for nonlinearity in ("soft_threshold", "relu") if every else ("soft_threshold",):
             differentiate(ops.lista_step, *step, **numbers, nonlinearity=nonlinearity)
     differentiate(ops.residual_linear, tensor(16_000, 768), tensor(768, 768), tensor(16_000, 768))
-    for vocabulary in (128_256, 50_257, 10) if every else (128_256,):
+    for vocabulary in (128_256, 50_257, 32_000, 10) if every else (128_256,):
         depths = [tensor(3200, 64) for _ in range(3)], tensor(vocabulary, 64), targets
         differentiate(lambda *depths: ops.layerwise_cross_entropy(*depths)[1], *depths)
         for flags in ({}, {"softcap": 30.0, "label_smoothing": 0.1})[: 1 + every]:
             differentiate(ops.layerwise_cross_entropy, *depths, depth_weights=weights[:3], **flags)
+    if every:
+        vectors = torch.empty(3, 3200, device="meta")
+        shard: dict[str, Any] = {"first": 64_128, "classes": 128_256, "log_sums": vectors[0]}
+        for losses, scales in ((vectors[1], None), (None, vectors[2])):
+            cross_entropy_(tensor(3200, 64_128), 64_128, targets, losses, scales, -100, None, 0.0, **shard)
     depths = [tensor(64_000, 256) for _ in range(6)]
     differentiate(ops.layerwise_reconstruction_loss, depths, depths[0].detach(), depth_weights=weights)
     # Under autocast the target stays in float32. 225 pixels: rows that are not aligned.

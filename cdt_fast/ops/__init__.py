@@ -5,7 +5,7 @@ that the tests believe, is the function of the same name with `_reference` in th
 """
 
 from cdt_fast.ops.common import use_backend
-from cdt_fast.ops.layerwise_cross_entropy import layerwise_cross_entropy
+from cdt_fast.ops.layerwise_cross_entropy import HeadShard, layerwise_cross_entropy
 from cdt_fast.ops.layerwise_reconstruction_loss import layerwise_reconstruction_loss
 from cdt_fast.ops.lista_step import lista_step
 from cdt_fast.ops.residual_linear import residual_linear
@@ -14,6 +14,7 @@ from cdt_fast.ops.symmetric_attention import symmetric_attention
 from cdt_fast.ops.unrolled_layer import unrolled_layer
 
 __all__ = [
+    "HeadShard",
     "layerwise_cross_entropy",
     "layerwise_reconstruction_loss",
     "lista_step",

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from cdt_fast.checks import InputError, check_choice, check_integer, check_number, check_positive
+from cdt_fast.checks import InputError, check_choice, check_integer, check_non_negative, check_number, check_positive
 from cdt_fast.ops import common
 
 # Bytes of a chunk's logits: enough rows for the products to run at full speed (on a GPU thousands, also for a
@@ -33,6 +33,18 @@ FEW_COLUMNS, FEW_NUMBERS = 32, 2**13
 COLUMN_MULTIPLE = 64
 
 
+# The part of a GPU's memory that a chunk's logits may take.
+CARD_SHARE = 16
+
+
+class HeadShard(NamedTuple):
+    """The place of this rank's rows in a head that is sharded over the vocabulary."""
+
+    group: Any  # the torch.distributed.ProcessGroup whose ranks hold the other rows
+    first: int  # the class of this rank's first row
+    classes: int  # V, the rows of all ranks
+
+
 def layerwise_cross_entropy(
     hidden_states: Sequence[Tensor],
     weight: Tensor,
@@ -44,9 +56,14 @@ def layerwise_cross_entropy(
     reduction: common.Reduction = "mean",
     label_smoothing: float = 0.0,
     softcap: float | None = None,
+    z_loss: float = 0.0,
+    class_weights: Tensor | None = None,
+    shift: int = 0,
+    max_tokens: int | None = None,
     chunk_tokens: int | None = None,
     inner_fraction: float = 1.0,
     generator: torch.Generator | None = None,
+    shard: HeadShard | None = None,
 ) -> common.LayerwiseLosses:
     """Cross-entropy of every depth's hidden states through one shared head, and the weighted sum of the depths.
 
@@ -69,10 +86,19 @@ def layerwise_cross_entropy(
         reduction: "mean" over the tokens that count at a depth, or "sum".
         label_smoothing: ε in [0, 1]: the target distribution is `(1 − ε) [v = y] + ε / V`.
         softcap: c > 0: logits `c · tanh(logits / c)`.
+        z_loss: ζ >= 0: adds `ζ λ²` to a token's loss, with λ the log-sum-exp of its logits.
+        class_weights: ω, `[V]`: a token counts ω_y times, in its loss and in the number that the mean divides by.
+        shift: the state of a position predicts the target so many positions later, along the last dimension of the
+            targets; 1 for a language model whose labels are its input. No state is copied.
+        max_tokens: an upper bound of the tokens that count at a depth. The products then run over so many rows and no
+            more, also where targets on a GPU keep the host from knowing which they are.
         chunk_tokens: rows of a chunk, counted over all depths; default: as many as fit a budget of bytes.
         inner_fraction: estimate every depth but the last from this fraction of the tokens, in (0, 1], drawn anew in
             each call without replacement, the same ones for all inner depths. Losses and gradients are unbiased.
         generator: the generator of the draw; it may be on another device.
+        shard: weight and bias are this rank's rows of a head that is sharded over the vocabulary. The other arguments
+            and the results are those of the whole head, the same on every rank; each chunk costs one all-gather of two
+            numbers a row, and the gradients of the hidden states are summed over the ranks.
 
     Returns:
         `(total, per_depth)`, a named tuple, in nats, in float32 (float64 for float64). With weights:
@@ -81,31 +107,43 @@ def layerwise_cross_entropy(
 
     Raises:
         InputError: an argument has the wrong rank, shape, dtype, device or value; targets on the CPU are out of range,
-            or are all ignored if the reduction is a mean. Targets on a GPU are not waited for: one out of range makes
-            the losses and gradients of its depths NaN, and a mean over no token is NaN with gradients of zero, as in
-            torch. Or a second derivative is asked for, or one in forward mode or inside a transform of torch.func.
+            are all ignored if the reduction is a mean, or are more than `max_tokens`. Targets on a GPU are not waited
+            for: one out of range, or one too many, makes the losses and gradients of its depths NaN, and a mean over no
+            token is NaN with gradients of zero, as in torch. Or a second derivative is asked for, or one in forward
+            mode or inside a transform of torch.func.
 
     Source: "A Constrained Optimization Perspective of Unrolled Transformers", the layerwise losses of a classifier.
     """
     _check(hidden_states, weight, targets, bias)
+    classes = _check_shard(shard, weight)
+    rows = classes if shard is None else -(-classes // shard.group.size())  # the same on all ranks, as their chunks are
+    _check_class_weights(class_weights, classes, weight, label_smoothing)
+    ignore_index = _int64("ignore_index", ignore_index, -(2**63))
+    per_depth_targets = [
+        _shifted(own, check_integer("shift", shift, 0), ignore_index)
+        for own in ([targets] if isinstance(targets, Tensor) else targets)
+    ]
     weights = common.weights_of_depths(depth_weights, len(hidden_states))
-    per_depth_targets = [targets] if isinstance(targets, Tensor) else list(targets)
     if chunk_tokens is not None:
         chunk_tokens = _int64("chunk_tokens", chunk_tokens, 1)
+    if max_tokens is not None:
+        max_tokens = _int64("max_tokens", max_tokens, 1)
     smoothing = check_number("label_smoothing", label_smoothing, "a number in [0, 1]", lambda number: 0 <= number <= 1)
     fraction = check_number("inner_fraction", inner_fraction, "a number in (0, 1]", lambda number: 0 < number <= 1)
     common.refuse_transforms("layerwise_cross_entropy", weight, bias, weights, *hidden_states)
     sample = _sample(per_depth_targets[0], fraction, generator) if len(hidden_states) > 1 else None
     hidden, dtype = common.detach_zero_weighted(hidden_states, weights), common.compute_dtype(hidden_states[0])
     needs = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (weight, bias, *hidden)]
-    call = common.caller(_CrossEntropy, None, weight, bias, sample, weights, *per_depth_targets, *hidden)
+    call = common.caller(_CrossEntropy, None, weight, bias, sample, class_weights, weights, *per_depth_targets, *hidden)
     # A classifier's gradients of the logits are smaller than those of its hidden states, which would have to be scaled.
-    keeps = call is not None and any(needs) and weight.shape[0] <= weight.shape[1]
+    keeps = call is not None and any(needs) and rows <= weight.shape[1]
     keeps = keeps and sum(depth.shape[:-1].numel() for depth in hidden) > FEW_ROWS
     options = _Options(
-        ignore_index=_int64("ignore_index", ignore_index, -(2**63)),
+        ignore_index=ignore_index,
         label_smoothing=smoothing,
         softcap=None if softcap is None else check_positive("softcap", softcap),
+        z_loss=check_non_negative("z_loss", z_loss),
+        max_tokens=max_tokens,
         chunk_tokens=chunk_tokens,
         mean=check_choice("reduction", reduction, get_args(common.Reduction)) == "mean",
         dtype=dtype,
@@ -116,9 +154,13 @@ def layerwise_cross_entropy(
         needs_hidden=needs[2:],
         needs_weight=needs[0],
         needs_bias=needs[1],
+        group=None if shard is None else shard.group.group_name,
+        first=0 if shard is None else int(shard.first),
+        classes=classes,
+        rows=rows,
     )
     head = weight, None if bias is None else bias.to(weight.dtype)
-    tensors = *head, per_depth_targets, sample, None if weights is None else weights.detach()
+    tensors = *head, per_depth_targets, sample, class_weights, None if weights is None else weights.detach()
     results = _operator(hidden, *tensors, *options) if call is None else call(*tensors, options, *hidden)
     total, per_depth = results[:2]
     if weights is not None:
@@ -140,11 +182,17 @@ def layerwise_cross_entropy_reference(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
     softcap: float | None = None,
+    z_loss: float = 0.0,
+    class_weights: Tensor | None = None,
+    shift: int = 0,
 ) -> Tensor:
     """Return the losses of the depths `[L+1]`, in any dtype, differentiated by torch."""
     losses = []
     for depth, hidden in enumerate(hidden_states):
         all_targets = targets if isinstance(targets, Tensor) else targets[depth]
+        all_targets = torch.nn.functional.pad(
+            all_targets[..., shift:], (0, min(shift, hidden.shape[-2])), value=ignore_index
+        )
         counted = all_targets != ignore_index
         logits = hidden[counted] @ weight.mT
         if bias is not None:
@@ -154,7 +202,9 @@ def layerwise_cross_entropy_reference(
         log_p = torch.log_softmax(logits, -1)
         at_target = log_p.gather(-1, all_targets[counted].unsqueeze(-1)).squeeze(-1)
         loss = -(1 - label_smoothing) * at_target - label_smoothing * log_p.mean(-1)
-        losses.append(loss.sum() / counted.sum() if reduction == "mean" else loss.sum())
+        loss = loss + z_loss * torch.logsumexp(logits, -1).square()
+        times = torch.ones_like(loss) if class_weights is None else class_weights[all_targets[counted]].to(loss.dtype)
+        losses.append((times * loss).sum() / (times.sum() if reduction == "mean" else 1.0))
     return torch.stack(losses)
 
 
@@ -167,6 +217,8 @@ class _Options(NamedTuple):
     ignore_index: int
     label_smoothing: float
     softcap: float | None
+    z_loss: float
+    max_tokens: int | None
     chunk_tokens: int | None
     mean: bool
     dtype: torch.dtype  # of the products: their factors are cast chunk by chunk, and gradients are rounded once
@@ -176,6 +228,10 @@ class _Options(NamedTuple):
     needs_hidden: list[bool]
     needs_weight: bool
     needs_bias: bool
+    group: str | None  # of the ranks that hold the other rows of the head
+    first: int  # the class of the first row
+    classes: int  # of all ranks
+    rows: int  # of the head of a rank, on the average
 
     @property
     def wide(self) -> torch.dtype:
@@ -220,6 +276,39 @@ def _check_targets(name: str, targets: Tensor, hidden: Tensor) -> None:
         raise InputError(f"{name} is on {targets.device} but hidden_states[0] is on {hidden.device}: move one of them")
 
 
+def _check_shard(shard: HeadShard | None, weight: Tensor) -> int:
+    """Return the number of classes."""
+    rows = weight.shape[0]
+    if shard is None:
+        return rows
+    if not isinstance(shard, HeadShard) or not hasattr(shard.group, "group_name"):
+        raise InputError(f"shard must be HeadShard(process group, first, classes), got {common.describe(shard)}")
+    first, classes = check_integer("shard.first", shard.first, 0), check_integer("shard.classes", shard.classes, 1)
+    if first + rows > classes:
+        raise InputError(f"shard.first + the rows of weight must be at most {classes} classes, got {first} + {rows}")
+    return classes
+
+
+def _check_class_weights(class_weights: Tensor | None, classes: int, weight: Tensor, smoothing: float) -> None:
+    if class_weights is None:
+        return
+    common.check_tensor("class_weights", class_weights, 1, "[V]")
+    common.check_shape("class_weights", class_weights, (classes,), "one number a class")
+    if class_weights.device != weight.device or class_weights.requires_grad:
+        raise InputError(f"class_weights must be on {weight.device} and require no gradient")
+    if smoothing:  # where torch weights every class's part of the smoothed target by itself
+        raise InputError("class_weights and label_smoothing cannot be combined")
+
+
+def _shifted(targets: Tensor, shift: int, ignore_index: int) -> Tensor:
+    if not shift:
+        return targets
+    if not targets.dim():
+        raise InputError("shift needs targets of at least one dimension, got one target")
+    length = targets.shape[-1]
+    return torch.nn.functional.pad(targets[..., shift:], (0, min(shift, length)), value=ignore_index)
+
+
 def _int64(name: str, value: int, least: int) -> int:
     number = check_integer(name, value, least)
     if number >= 2**63:
@@ -248,6 +337,7 @@ class _Rows:
     depths: range
     index: Tensor | None  # their numbers, [count]; None: all tokens, in order
     targets: Tensor  # [count]
+    times: Tensor | None  # [count], how often each counts; None: once
     factor: float | Tensor  # of their sum, if they stand for all tokens or their depth has a count of its own
     first: int  # the number of the first of these rows, len(depths) · count, among those of all depths
 
@@ -263,6 +353,7 @@ class _Chunk:
     depths: range
     index: slice | Tensor  # the numbers of its tokens
     targets: Tensor  # [rows]
+    times: Tensor | None  # [rows]
     place: slice  # of its rows among those of all depths
 
     def states(self, hidden: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
@@ -274,70 +365,96 @@ class _Chunk:
     def per_row(self, per_depth: Tensor) -> Tensor:
         """Repeat one value for each depth to one for each row."""
         own = per_depth[self.depths.start : self.depths.stop]
-        return own.unsqueeze(1).expand(-1, len(self.targets) // len(own)).contiguous().view(-1)
+        repeated = own.unsqueeze(1).expand(-1, len(self.targets) // len(own)).contiguous().view(-1)
+        return repeated if self.times is None else repeated * self.times
 
 
 def _select_rows(
-    depths: int, weight: Tensor, targets: Sequence[Tensor], sample: Tensor | None, options: _Options
+    depths: int,
+    weight: Tensor,
+    targets: Sequence[Tensor],
+    sample: Tensor | None,
+    class_weights: Tensor | None,
+    options: _Options,
 ) -> tuple[Tensor | int, list[_Rows]]:
     """Return what the sums of the depths are divided by for their means, and the tokens that take part at each depth.
 
     Ignored targets on the CPU are left out, and the count is a number. On a GPU the host would have to wait for it:
-    there they stay in, are not read, and cost their share of the products.
+    there those beyond `max_tokens` are left out, and the others are not read but cost their share of the products.
     """
-    device, own = weight.device, len(targets) > 1
+    device, own, ignored = weight.device, len(targets) > 1, options.ignore_index
     flat = [each.reshape(-1).contiguous() for each in targets]  # may be a column of a table
-    counts = [
-        _count(each, f"targets[{n}]" if own else "targets", weight.shape[0], options) for n, each in enumerate(flat)
-    ]
-    whole = flat[0].shape[0]
+    counts = [_count(each, f"targets[{n}]" if own else "targets", options) for n, each in enumerate(flat)]
+    whole, most = flat[0].shape[0], options.max_tokens
+    numbers: list[Tensor | int] = list(counts)
+    if class_weights is not None:
+        numbers = [_times(each.to(device), class_weights, options).sum() for each in flat]
     rows: list[_Rows] = []
     first = 0
     # A sample stands for all tokens but at the last depth.
     split = range(1, depths) if own else [] if sample is None else [depths - 1]
     for some in itertools.starmap(range, itertools.pairwise([0, *split, depths])):
-        chosen, count = (flat[some.start], counts[some.start]) if own else (flat[0], counts[0])
+        which = some.start if own else 0
+        chosen, count = flat[which], counts[which]
         index = None if sample is None or some.stop == depths else sample.to(chosen.device)
         factor: float | Tensor = 1.0 if index is None else whole / max(1, index.numel())
         if own and options.mean:
             # Every sum is divided by the number of all tokens: this replaces it by the depth's own count.
-            if isinstance(count, Tensor):
-                count = count.to(device, options.wide, non_blocking=True)
-            factor = factor * whole / count
+            number = numbers[which]
+            factor = factor * whole / (number.to(device, options.wide) if isinstance(number, Tensor) else number)
+        taking_part = chosen if index is None else chosen[index]
         if isinstance(count, int) and count < whole:
-            counted = ((chosen if index is None else chosen[index]) != options.ignore_index).nonzero().squeeze(1)
-            index = counted if index is None else index[counted]
+            kept = (taking_part != ignored).nonzero().squeeze(1)
+            index = kept if index is None else index[kept]
+        elif isinstance(count, Tensor) and most is not None and most < len(taking_part):
+            kept = torch.argsort((taking_part == ignored).to(torch.int8), stable=True)[:most]
+            index = kept if index is None else index[kept]
+            factor = torch.where(count > most, float("nan"), factor).to(device, options.wide)
         chosen = (chosen if index is None else chosen[index]).to(device, non_blocking=True)
         index = None if index is None else index.to(device, non_blocking=True)
-        rows.append(_Rows(some, index, chosen, factor, first))
+        times = None if class_weights is None else _times(chosen, class_weights, options)
+        rows.append(_Rows(some, index, chosen, times, factor, first))
         first = rows[-1].stop
-    return whole if own else counts[0], rows
+    return whole if own else numbers[0], rows
 
 
-def _count(targets: Tensor, name: str, vocabulary: int, options: _Options) -> Tensor | int:
+def _times(targets: Tensor, class_weights: Tensor, options: _Options) -> Tensor:
+    """Return how often each token counts."""
+    times = class_weights.to(options.wide)[targets.clamp(0, options.classes - 1)]
+    return times.masked_fill(targets == options.ignore_index, 0.0)
+
+
+def _known(targets: Tensor) -> bool:
+    """Return whether the host knows the values of the targets; for a GPU's it would have to wait."""
+    return targets.device.type == "cpu"
+
+
+def _count(targets: Tensor, name: str, options: _Options) -> Tensor | int:
     """Return how many targets count; those on the CPU are checked."""
-    ignored = options.ignore_index
-    if targets.device.type != "cpu":
+    ignored, classes, most = options.ignore_index, options.classes, options.max_tokens
+    if not _known(targets):
         return (targets != ignored).sum()
     count = targets.numel()
     if count:
         lowest, highest = (int(end) for end in torch.aminmax(targets))
-        if lowest < 0 or highest >= vocabulary or lowest <= ignored <= highest:
+        if lowest < 0 or highest >= classes or lowest <= ignored <= highest:
             counted = targets != ignored
-            wrong = counted & ((targets < 0) | (targets >= vocabulary))
+            wrong = counted & ((targets < 0) | (targets >= classes))
             if wrong.any():
                 raise InputError(
-                    f"{name} must be in [0, {vocabulary}) or {ignored} (ignore_index), got {targets[wrong][0].item()}"
+                    f"{name} must be in [0, {classes}) or {ignored} (ignore_index), got {targets[wrong][0].item()}"
                 )
             count = int(counted.sum())
     if options.mean and not count:
         raise InputError(f"{name} must hold at least one token that is not {ignored} (ignore_index)")
+    if most is not None and count > most:
+        raise InputError(f"{name} hold {count} tokens that count, more than max_tokens={most}")
     return count
 
 
 def _times_factors(per_depth: Tensor, rows: Sequence[_Rows]) -> Tensor:
     """Multiply one value for each depth by the factor of its rows."""
-    if len(rows) == 1:
+    if all(isinstance(some.factor, float) and some.factor == 1.0 for some in rows):
         return per_depth
     parts = per_depth.split([len(some.depths) for some in rows])
     return torch.cat([part * some.factor for part, some in zip(parts, rows, strict=True)])
@@ -348,11 +465,13 @@ def _chunks(rows: Sequence[_Rows], weight: Tensor, options: _Options, kinds: Seq
 
     A depth with more rows than a chunk is cut into equal parts, so that no product is left with a few rows.
     """
-    (vocabulary, width), size = weight.shape, options.dtype.itemsize
+    vocabulary, width, size = options.rows, weight.shape[1], options.dtype.itemsize
     fitting = common.budget(CHUNK_BYTES, weight) // (vocabulary * size)
     # Each chunk reads and writes all of dW: on a GPU its logits have at least as many bytes. On a CPU that takes half
     # as long as the product of 128 rows in bfloat16, so there they may have a third.
     least = width * max(size, 4) // (size if weight.device.type != "cpu" else 3 * size)
+    if weight.device.type in ("cuda", "meta"):
+        least = min(least, common.spec_of(weight.device).memory // (CARD_SHARE * vocabulary * size))
     most = options.chunk_tokens or max(128, fitting // 128 * 128, least // 128 * 128)
     for some in rows:
         depths, count = some.depths, some.targets.shape[0]
@@ -365,9 +484,12 @@ def _chunks(rows: Sequence[_Rows], weight: Tensor, options: _Options, kinds: Seq
             for start in range(0, count, size):
                 tokens = slice(start, min(start + size, count))
                 targets, index = some.targets[tokens], tokens if some.index is None else some.index[tokens]
-                targets = targets if same == 1 else targets.expand(same, -1).contiguous().view(-1)
+                times = None if some.times is None else some.times[tokens]
+                if same > 1:
+                    targets = targets.expand(same, -1).contiguous().view(-1)
+                    times = None if times is None else times.expand(same, -1).contiguous().view(-1)
                 place = slice(before + start, before + start + len(targets))
-                yield _Chunk(together[:same], index, targets, place)
+                yield _Chunk(together[:same], index, targets, times, place)
             depths = depths[same:]
 
 
@@ -386,75 +508,146 @@ class _Head:
 
     def logits(self, x: Tensor) -> Tensor:
         """Return `x Wᵀ + b`, `[rows, V]`, in memory that the next call overwrites."""
+        columns = self.weight.shape[0]
         if self._buffer is None or self._buffer.shape[0] < x.shape[0]:
-            columns = self.weight.shape[0]
             padded = columns if x.device.type == "cpu" else -(-columns // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
-            self._buffer = x.new_empty(x.shape[0], padded)[:, :columns]
-        out = self._buffer[: x.shape[0]]
+            self._buffer = x.new_empty(x.shape[0], padded)
+        out = self._buffer[: x.shape[0], :columns]
         if self._bias is None:
             return torch.mm(x, self.weight.mT, out=out)
         return torch.addmm(self._bias, x, self.weight.mT, out=out)
 
     def sweep(
         self,
-        logits: Tensor,  # [rows, V], overwritten
+        logits: Tensor,  # [rows, V], the newest, overwritten
         targets: Tensor,  # [rows]
         losses: Tensor | None = None,  # [rows], written
         scales: Tensor | None = None,  # [rows]: the logits become their gradient times these
     ) -> None:
         """Turn logits into losses and the gradient, as far as they are asked for."""
         options = self._options
-        if self._backend == "triton":
+        if options.group is None:
+            self._sweep(logits, targets, losses, scales, None)
+            return
+        parts = torch.empty(2, len(targets), dtype=options.wide, device=logits.device)
+        self._sweep(logits, targets, parts[1], None, parts[0])
+        parts = _gathered(parts, options.group)
+        log_sums = torch.logsumexp(parts[:, 0], 0)
+        if losses is not None:
+            torch.sub(log_sums, parts[:, 1].sum(0), out=losses)
+            losses.addcmul_(log_sums, log_sums, value=options.z_loss)
+            losses.masked_fill_(targets == options.ignore_index, 0.0)
+        if scales is not None:
+            self._sweep(logits, targets, None, scales, log_sums)
+
+    def _sweep(
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        losses: Tensor | None,
+        scales: Tensor | None,
+        log_sums: Tensor | None,  # [rows]: λ of a shard, written, or with scales of all shards, read
+    ) -> None:
+        options = self._options
+        if self._backend == "triton" and self._buffer is not None:
             from cdt_fast.kernels import layerwise_cross_entropy as kernels
 
             with common.or_plain_torch("layerwise_cross_entropy", logits):
-                flags = options.ignore_index, options.softcap, options.label_smoothing
-                kernels.cross_entropy_(logits, targets, losses, scales, *flags)
+                flags = options.ignore_index, options.softcap, options.label_smoothing, options.z_loss
+                shard: dict[str, Any] = {"first": options.first, "classes": options.classes, "log_sums": log_sums}
+                given = self._buffer[: len(logits)], logits.shape[1], targets, losses, scales
+                kernels.cross_entropy_(*given, *flags, **shard)
                 return
             self._backend = "torch"
         count = max(1, common.budget(SWEEP_BYTES, logits) // (4 * logits.shape[1]))
         for start in range(0, logits.shape[0], count):
             rows = slice(start, start + count)
-            some_losses = None if losses is None else losses[rows]
-            some_scales = None if scales is None else scales[rows]
-            _sweep(logits[rows], targets[rows], some_losses, some_scales, options)
+            vectors = [None if each is None else each[rows] for each in (losses, scales, log_sums)]
+            _sweep(logits[rows], targets[rows], vectors, options)
 
 
-def _sweep(logits: Tensor, targets: Tensor, losses: Tensor | None, scales: Tensor | None, options: _Options) -> None:
-    """Do `_Head.sweep` in plain torch."""
+def _group(name: str) -> Any:
+    from torch.distributed import distributed_c10d
+
+    resolve: Any = distributed_c10d._resolve_process_group  # an operator takes no group but by its name
+    return resolve(name)
+
+
+def _gathered(part: Tensor, group: str) -> Tensor:
+    """Return `[ranks, ...]`, the tensors of all ranks of the group of that name."""
+    process_group = _group(group)
+    parts = [torch.empty_like(part) for _ in range(process_group.size())]
+    torch.distributed.all_gather(parts, part, group=process_group)
+    return torch.stack(parts)
+
+
+def _sweep(
+    logits: Tensor,
+    targets: Tensor,
+    vectors: Sequence[Tensor | None],  # losses, scales and log_sums
+    options: _Options,
+) -> None:
+    """Do `_Head._sweep` in plain torch."""
+    losses, scales, log_sums = vectors
     smoothing, vocabulary = options.label_smoothing, logits.shape[1]
     ignored = outside = None
-    if targets.device.type != "cpu":  # on a CPU neither gets this far
+    if not _known(targets):  # else neither gets this far
         ignored = targets == options.ignore_index
-        outside = ~ignored & ((targets < 0) | (targets >= vocabulary))
+        outside = ~ignored & ((targets < 0) | (targets >= options.classes))
         targets = targets.masked_fill(ignored | outside, 0)
     v = 0 if vocabulary < FEW_COLUMNS and logits.numel() >= FEW_NUMBERS else 1  # the dimension of the vocabulary
+    here: Tensor | float = 1.0  # whether the target is in this shard
+    if options.group is not None:
+        targets = targets - options.first
+        here = ((targets >= 0) & (targets < vocabulary)).to(options.wide)
+        targets = targets.clamp(0, vocabulary - 1)
     targets = targets.unsqueeze(v)
-    x = logits.to(options.wide)
+    x = logits.to(options.wide, copy=scales is None and log_sums is not None)  # a second sweep reads the logits again
     x = x if v else x.mT.contiguous()
     slope = None
     if options.softcap is not None:
         x.div_(options.softcap).tanh_()
         slope = None if scales is None else 1.0 - x.square()
         x.mul_(options.softcap)
-    if losses is not None:
-        highest = x.amax(v)
+    if losses is not None and log_sums is not None:
+        torch.logsumexp(x, v, out=log_sums)
+        torch.mul(x.gather(v, targets).squeeze(v), here, out=losses).mul_(1.0 - smoothing)
+        if smoothing:
+            losses.add_(x.sum(v), alpha=smoothing / options.classes)
+        if outside is not None:
+            losses.masked_fill_(outside, float("nan"))
+        return
+    highest = x.amax(v) if log_sums is None and (losses is not None or options.z_loss) else None
+    if losses is not None and highest is not None:
         torch.sub(highest, x.gather(v, targets).squeeze(v), out=losses)
         if smoothing:
             losses.mul_(1.0 - smoothing).add_(highest - x.mean(v), alpha=smoothing)
-    torch.softmax(x, v, out=x)
-    if losses is not None:
+    if log_sums is None:
+        torch.softmax(x, v, out=x)
+    else:
+        x.sub_(log_sums.unsqueeze(v)).exp_()
+    if highest is not None:
         # The largest is exp(highest − log_sum): this saves a sum of exponentials of its own.
-        losses.sub_(x.amax(v).log_())
-        if ignored is not None and outside is not None:
-            losses.masked_fill_(ignored, 0.0).masked_fill_(outside, float("nan"))
+        above = x.amax(v).log_()
+        log_sums = highest - above if options.z_loss else None
+        if losses is not None:
+            losses.sub_(above)
+            if log_sums is not None:
+                losses.addcmul_(log_sums, log_sums, value=options.z_loss)
+            if ignored is not None and outside is not None:
+                losses.masked_fill_(ignored, 0.0).masked_fill_(outside, float("nan"))
     if scales is None:
         return
     # x holds the probabilities.
+    if options.z_loss and log_sums is not None:
+        x.mul_((2.0 * options.z_loss * log_sums + 1.0).unsqueeze(v))
     if smoothing:
-        x.sub_(smoothing / vocabulary)
+        x.sub_(smoothing / options.classes)
     # In float32 before the rounding: in bfloat16 p − 1 of a confident token would be noise.
-    x.scatter_(v, targets, smoothing - 1.0, reduce="add")
+    if isinstance(here, Tensor):
+        x.scatter_add_(v, targets, (here * (smoothing - 1.0)).unsqueeze(v))
+    else:
+        x.scatter_(v, targets, smoothing - 1.0, reduce="add")
     if slope is not None:
         x.mul_(slope)
     if ignored is not None and outside is not None:
@@ -476,20 +669,22 @@ class _Gradients:
     def __init__(
         self, hidden: Sequence[Tensor], weight: Tensor, rows: Sequence[_Rows], on: Sequence[bool], options: _Options
     ) -> None:
-        self._weight, self._wide = weight, options.wide
+        self._weight, self._wide, self._group = weight, options.wide, options.group
         complete = all(some.index is None and some.targets.shape[0] for some in rows)
         self._of_hidden = [
             (depth.new_empty if complete and one else depth.new_zeros)(depth.shape) if need else None
             for depth, need, one in zip(hidden, options.needs_hidden, on, strict=True)
         ]
-        self._of_weight = weight.new_zeros(weight.shape, dtype=self._wide) if options.needs_weight else None
+        self._of_weight = weight.new_empty(weight.shape, dtype=self._wide) if options.needs_weight else None
+        self._is_new = True  # the first chunk writes it: zeros would be written and read for nothing
         summed = self._wide if weight.device.type == "mps" else torch.float64  # which mps does not have
         self._of_bias = weight.new_zeros(weight.shape[0], dtype=summed) if options.needs_bias else None
 
     def add(self, chunk: _Chunk, gradient: Tensor, x: Tensor) -> None:
         """Add a chunk: the gradient of its logits `[rows, V]`, and its states `[rows, d]`."""
         if self._of_weight is not None:
-            common.add_product(self._of_weight, gradient, x)
+            common.add_product(self._of_weight, gradient, x, overwrite=self._is_new)
+            self._is_new = False
         if self._of_bias is not None:
             self._of_bias.add_(gradient.sum(0, dtype=self._wide))
         outputs, index = [self._of_hidden[depth] for depth in chunk.depths], chunk.index
@@ -510,6 +705,11 @@ class _Gradients:
     def found(self, shape: torch.Size, dtype: torch.dtype) -> list[Tensor]:
         """Return the gradients that are needed: of the hidden states, in `shape`, then of the head, in `dtype`."""
         of_hidden = [gradient.view(shape) for gradient in self._of_hidden if gradient is not None]
+        if self._group is not None:
+            for gradient in of_hidden:
+                torch.distributed.all_reduce(gradient, group=_group(self._group))
+        if self._of_weight is not None and self._is_new:
+            self._of_weight.zero_()
         return of_hidden + [gradient.to(dtype) for gradient in (self._of_weight, self._of_bias) if gradient is not None]
 
 
@@ -522,6 +722,7 @@ def _forward(
     bias: Tensor | None,
     targets: list[Tensor],  # one tensor, or one a depth
     sample: Tensor | None,  # the numbers of the tokens that stand for all at the inner depths
+    class_weights: Tensor | None,  # [V]
     depth_weights: Tensor | None,  # [depths]
     options: _Options,
     *hidden: Tensor,  # [..., d] each
@@ -535,12 +736,12 @@ def _forward(
     the quotients alone would underflow.
     """
     device, wide, depths = weight.device, options.wide, len(hidden)
-    number, rows = _select_rows(depths, weight, targets, sample, options)
+    number, rows = _select_rows(depths, weight, targets, sample, class_weights, options)
     head, matrices = _Head(weight, bias, options), [common.rows_of(depth) for depth in hidden]
     losses = torch.empty(rows[-1].stop, dtype=wide, device=device)
     weights = torch.ones(depths, dtype=wide) if depth_weights is None else depth_weights
     on = [options.fused and not zero for zero in common.zero_weight_mask(weights)]
-    weights = weights.to(device, wide, non_blocking=True)
+    weights = common.on_device(weights, device, wide)
     scales = _times_factors(weights, rows)
     gradients = _Gradients(matrices, head.weight, rows, on, options) if options.fused else None
     kept = [head.weight.new_empty(rows[-1].stop, weight.shape[0])] if options.keeps else []
@@ -552,6 +753,8 @@ def _forward(
             gradients.add(chunk, logits, x)
         else:
             head.sweep(logits, chunk.targets, losses[place], torch.ones_like(losses[place]) if kept else None)
+        if chunk.times is not None:
+            losses[place].mul_(chunk.times)
         if kept:
             kept[0][place] = logits
     sums = [losses[some.first : some.stop].view(len(some.depths), -1).sum(1) for some in rows]
@@ -560,14 +763,14 @@ def _forward(
     if options.mean:
         number = number if isinstance(number, int) else number.to(device, wide, non_blocking=True)
         per_depth = per_depth / number
-        factor = factor / (number if isinstance(number, int) else number.clamp(min=1.0))
+        factor = factor / (number if isinstance(number, int) else torch.where(number == 0, 1.0, number))
     total = torch.dot(weights, per_depth)
     found = kept if gradients is None else gradients.found(hidden[0].shape, wide)
     return total, per_depth, factor, *found
 
 
 def _forward_fake(hidden: list[Tensor], weight: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    options = _Options(*others[4:])
+    options = _Options(*others[5:])
     losses = weight.new_empty(len(hidden), dtype=options.wide)
     found = _empty_gradients(hidden, weight, options, options.wide) if options.fused else []
     return losses.new_empty(()), losses, losses.new_empty(()), found
@@ -582,11 +785,12 @@ def _gradients(
     bias: Tensor | None,
     targets: list[Tensor],
     sample: Tensor | None,
+    class_weights: Tensor | None,
     *flat: Any,  # options
 ) -> list[Tensor]:
     """Return the gradients that are needed, if the forward is not fused."""
     options = _Options(*flat)
-    _, rows = _select_rows(len(hidden), weight, targets, sample, options)
+    _, rows = _select_rows(len(hidden), weight, targets, sample, class_weights, options)
     head, matrices = _Head(weight, bias, options), [common.rows_of(depth) for depth in hidden]
     scales, off = _times_factors(factors, rows), common.zero_weight_mask(factors)
     gradients = _Gradients(matrices, head.weight, rows, [not zero for zero in off], options)
@@ -631,14 +835,14 @@ def _scale(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    weight, bias, targets, sample, depth_weights, ctx.options, *hidden = inputs
+    weight, bias, targets, sample, class_weights, depth_weights, ctx.options, *hidden = inputs
     _, _, factor, *found = output
     ctx.set_materialize_grads(False)
     # What is found stays differentiable, so that a second derivative of a fused call is seen, and refused.
     ctx.mark_non_differentiable(factor)
     ctx.depths, ctx.own_targets, ctx.weight_dtype = len(hidden), len(targets), weight.dtype
     # The gradients of a fused forward have the weights in them.
-    inputs = () if ctx.options.fused else (depth_weights, weight, bias, sample, *targets, *hidden)
+    inputs = () if ctx.options.fused else (depth_weights, weight, bias, sample, class_weights, *targets, *hidden)
     ctx.save_for_backward(factor, *inputs, *found)
 
 
@@ -658,11 +862,11 @@ def _find(ctx: Any, grad_total: Tensor | None, grad_per_depth: Tensor | None) ->
         off = common.zero_weight_mask(factors) if plain else [False] * depths
         found = _scale(factors, saved, off, options.needs_hidden, ctx.weight_dtype)
     else:
-        _, weight, bias, sample, *saved = saved
+        _, weight, bias, sample, class_weights, *saved = saved
         targets, saved = saved[: ctx.own_targets], saved[ctx.own_targets :]
         hidden, kept = saved[:depths], saved[depths] if options.keeps else None
         differentiate = _gradients if plain else _gradients_operator
-        found = differentiate(factors, kept, hidden, weight, bias, targets, sample, *options)
+        found = differentiate(factors, kept, hidden, weight, bias, targets, sample, class_weights, *options)
     *of_hidden, of_weight, of_bias = common.scatter(
         found, [*options.needs_hidden, options.needs_weight, options.needs_bias]
     )
@@ -677,16 +881,18 @@ class _CrossEntropy(torch.autograd.Function):
     @common.once_differentiable("layerwise_cross_entropy")
     def backward(ctx: Any, grad_total: Tensor | None, grad_per_depth: Tensor | None, *_: None) -> tuple[Any, ...]:
         of_hidden, of_weight, of_bias = _find(ctx, grad_total, grad_per_depth)
-        return of_weight, of_bias, None, None, None, None, *of_hidden
+        return of_weight, of_bias, None, None, None, None, None, *of_hidden
 
 
 # An operator takes the depths as a list, whose elements `torch.autograd.Function` would not see.
 
 
 def _run(hidden: list[Tensor], *others: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    weight, bias, targets, sample, depth_weights, *flat = others
+    weight, bias, targets, sample, class_weights, depth_weights, *flat = others
     options = _Options(*flat)
-    total, per_depth, factor, *found = _forward(weight, bias, targets, sample, depth_weights, options, *hidden)
+    total, per_depth, factor, *found = _forward(
+        weight, bias, targets, sample, class_weights, depth_weights, options, *hidden
+    )
     return total, per_depth, factor, found
 
 
@@ -694,13 +900,14 @@ def _run(hidden: list[Tensor], *others: Any) -> tuple[Tensor, Tensor, Tensor, li
 def _operator_backward(ctx: Any, grad_total: Tensor | None, grad_per_depth: Tensor | None, *_: Any) -> tuple[Any, ...]:
     of_hidden, of_weight, of_bias = _find(ctx, grad_total, grad_per_depth)
     of_targets = [None] * ctx.own_targets
-    return of_hidden, of_weight, of_bias, of_targets, None, None, *[None] * len(_Options._fields)
+    return of_hidden, of_weight, of_bias, of_targets, None, None, None, *[None] * len(_Options._fields)
 
 
-_HEAD = "Tensor weight, Tensor? bias, Tensor[] targets, Tensor? sample"
+_HEAD = "Tensor weight, Tensor? bias, Tensor[] targets, Tensor? sample, Tensor? class_weights"
 _OPTIONS = (
-    "int ignore_index, float label_smoothing, float? softcap, SymInt? chunk_tokens, bool mean, ScalarType dtype, "
-    "str backend, bool fused, bool keeps, bool[] needs_hidden, bool needs_weight, bool needs_bias"
+    "int ignore_index, float label_smoothing, float? softcap, float z_loss, SymInt? max_tokens, SymInt? chunk_tokens, "
+    "bool mean, ScalarType dtype, str backend, bool fused, bool keeps, bool[] needs_hidden, bool needs_weight, "
+    "bool needs_bias, str? group, SymInt first, SymInt classes, SymInt rows"
 )
 _operator = common.define(
     "layerwise_cross_entropy",
@@ -711,12 +918,12 @@ _operator = common.define(
 _operator.register_autograd(
     _operator_backward,
     setup_context=lambda ctx, inputs, output: _setup_context(
-        ctx, (*inputs[1:6], _Options(*inputs[6:]), *inputs[0]), (*output[:3], *output[3])
+        ctx, (*inputs[1:7], _Options(*inputs[7:]), *inputs[0]), (*output[:3], *output[3])
     ),
 )
 _gradients_operator = common.define(
     "layerwise_cross_entropy_backward",
     _gradients,
-    lambda _, kept, hidden, weight, *others: _empty_gradients(hidden, weight, _Options(*others[3:]), weight.dtype),
+    lambda _, kept, hidden, weight, *others: _empty_gradients(hidden, weight, _Options(*others[4:]), weight.dtype),
     f"(Tensor factors, Tensor? kept, Tensor[] hidden, {_HEAD}, {_OPTIONS}) -> Tensor[]",
 )

@@ -6,6 +6,7 @@ import functools
 import importlib
 import json
 import pkgutil
+import re
 import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -14,8 +15,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
-from cdt_fast import kernels
+from cdt_fast import kernels, ops
 from cdt_fast.bench.case import Implementation
 from cdt_fast.bench.measure import Refused
 from cdt_fast.bench.suites.step import Work
@@ -30,7 +32,13 @@ if common.interpreting():
 import triton.language as tl  # noqa: E402
 
 from cdt_fast.bench.tools import compile_kernels, ledger, triage  # noqa: E402
-from cdt_fast.bench.tools.compile_kernels import Compiled, Launch, compiling_for, recording  # noqa: E402
+from cdt_fast.bench.tools.compile_kernels import (  # noqa: E402
+    Compiled,
+    Launch,
+    OperatorsOnMeta,
+    compiling_for,
+    recording,
+)
 from cdt_fast.bench.tools.ledger import Entry, recorded  # noqa: E402
 
 RTX_3090 = CARDS["RTX 3090"]
@@ -94,6 +102,56 @@ class TestCompileKernels:
             assert one.registers > 0, one
             assert one.load_bits >= 64, one
 
+    @pytest.mark.parametrize("card", ["RTX 3090", "H200", "RTX 5090"])
+    @pytest.mark.parametrize("vocabulary", [32_000, 30_522, 50_257, 128_256])
+    def test_logits_are_read_and_written_128_bits_at_a_time(self, vocabulary: int, card: str) -> None:
+        """Once where a row can be held, also if 16 does not divide the vocabulary."""
+        hidden, weight = (torch.empty(n, 64, dtype=torch.bfloat16, device="meta") for n in (512, vocabulary))
+        with recording(CARDS[card]) as launches:
+            targets = torch.empty(512, dtype=torch.int64, device="meta")
+            ops.layerwise_cross_entropy([hidden.requires_grad_()], weight, targets, depth_weights=[1.0])
+        (launch,) = launches
+        with compiling_for(CARDS[card]):
+            kernel = launch.kernel.warmup(grid=(1,), **launch.arguments, **launch.options)
+        assert not compile_kernels.measured(kernel, "cross_entropy", "bfloat16").spilled
+        found = Counter(re.findall(r"(ld|st)\.global(?:\.\w+)*?\.(v4\.b32|b16)", kernel.asm["ptx"]))
+        assert found["ld", "b16"] == found["st", "b16"] == 1  # at the target
+        assert found["ld", "v4.b32"] >= found["st", "v4.b32"] > 0
+        assert (found["ld", "v4.b32"] == found["st", "v4.b32"]) == (vocabulary < 2**15)
+
+    @pytest.mark.parametrize("weights", [None, [1.0, 0.5], torch.ones(2), torch.ones(2, device="meta")])
+    @pytest.mark.parametrize("op", ["layerwise_cross_entropy", "layerwise_reconstruction_loss"])
+    def test_nothing_is_copied_from_the_host(self, op: str, weights: Any) -> None:
+        """Such a copy cannot be captured in a CUDA graph."""
+        copied = []
+
+        class Watch(OperatorsOnMeta):
+            def library_call(self, function: Any, args: Any, kwargs: Any) -> Any:
+                result = super().library_call(function, args, kwargs)
+                devices = {
+                    one.device.type for one in tree_leaves((args, kwargs, result)) if isinstance(one, torch.Tensor)
+                }
+                copied.extend([function] * (devices == {"cpu", "meta"}))
+                return result
+
+        depths = [torch.empty(512, 64, device="meta", requires_grad=True) for _ in range(2)]
+        given = [depths[0].detach()]
+        if op == "layerwise_cross_entropy":
+            given = [torch.empty(99, 64, device="meta"), torch.empty(512, dtype=torch.int64, device="meta")]
+        with recording(RTX_3090, Watch()):
+            getattr(ops, op)(depths, *given, depth_weights=weights)[0].backward()
+        assert copied == []
+
+    def test_chunks_leave_room_on_the_card(self) -> None:
+        hidden, weight = (torch.empty(n, 5120, dtype=torch.bfloat16, device="meta") for n in (32_768, 151_936))
+        rows = {}
+        for name in ("RTX 3090", "H200"):
+            with recording(CARDS[name]) as launches:
+                ops.layerwise_cross_entropy([hidden], weight, torch.empty(32_768, dtype=torch.int64, device="meta"))
+            rows[name] = max(len(one.arguments["logits"]) for one in launches)
+        assert rows["RTX 3090"] * 2 * 151_936 <= CARDS["RTX 3090"].memory / 16
+        assert rows["H200"] == 8192  # a quarter of all: at most as many bytes as dW
+
     def test_a_spill_is_a_fault_in_16_bits(self) -> None:
         x = torch.empty(16_384, device="meta")
         launch = Launch(spilling_kernel, {"x": x, "output": x, "N": 16_384}, {"num_warps": 1})
@@ -152,7 +210,7 @@ class TestLedger:
     def test_cross_entropy_goes_over_its_logits_twice(self) -> None:
         entries, _ = recorded(ledger.STEPS["cross-entropy, GPT2-small"])
         sweeps = [one.moved for one in entries if one.kernel == "cross_entropy_kernel"]
-        assert sum(sweeps) == 3 * 2 * 13 * 8192 * 50257 + 13 * 8192 * (8 + 2 * 4)
+        assert sum(sweeps) == 3 * 2 * 13 * 8192 * 50304 + 13 * 8192 * (8 + 2 * 4)
 
     def test_the_table_ends_where_nothing_counts(self) -> None:
         rows = ledger.table({"a step": [Entry("large", 10**9), Entry("small", 10**6), Entry("large", 10**9)]})

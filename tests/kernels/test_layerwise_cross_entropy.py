@@ -23,13 +23,12 @@ def targets_of(rows: int, vocabulary: int, device: torch.device, seed: int = 1) 
     return torch.randint(vocabulary, (rows,), generator=generator(seed)).to(device)
 
 
-def poisoned_rows(matrix: Tensor, padding: int = 3) -> Tensor:
-    """The same values, with NaN before the first row, after each row and after the last."""
+def poisoned_rows(matrix: Tensor, padding: int = 0) -> Tensor:
+    """The same values, with NaN before the first row, after each row, also in its padding, and after the last."""
     rows, columns = matrix.shape
-    buffer = matrix.new_full((rows + 2, columns + padding), float("nan"))
-    inside = buffer[1:-1, :columns]
-    inside.copy_(matrix)
-    return inside
+    buffer = matrix.new_full((rows + 2, columns + padding + 3), float("nan"))
+    buffer[1:-1, :columns] = matrix
+    return buffer[1:-1, : columns + padding]
 
 
 def untouched(inside: Tensor) -> bool:
@@ -44,19 +43,24 @@ def run(
     scales: Tensor | None,
     softcap: float | None,
     smoothing: float,
+    z_loss: float = 0.0,
     *,
     ignore_index: int = -100,
+    padding: int = 0,
     alone: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Losses, and the gradient or, without scales, the logits; the gradient `alone` if asked for."""
-    losses = torch.empty(len(logits), device=logits.device)
-    given = logits, targets, None if alone else losses, scales
-    cross_entropy_(*given, ignore_index, softcap, smoothing, BLOCK)
-    return losses, logits
+    losses, vocabulary = torch.empty(len(logits), device=logits.device), logits.shape[1] - padding
+    given = logits, vocabulary, targets, None if alone else losses, scales
+    cross_entropy_(*given, ignore_index, softcap, smoothing, z_loss, columns=BLOCK)
+    return losses, logits[:, :vocabulary]
 
 
 @pytest.mark.parametrize(("softcap", "smoothing"), FLAGS)
-def test_rows(softcap: float | None, smoothing: float, device: torch.device, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("padding", "z_loss"), [(0, 0.0), (5, 0.02)])
+def test_rows(
+    padding: int, z_loss: float, softcap: float | None, smoothing: float, device: torch.device, dtype: torch.dtype
+) -> None:
     for vocabulary, rows in itertools.product(SIZES, (1, 3)):
         logits, targets = (2 * normal(rows, rows, vocabulary)).to(device, dtype), targets_of(rows, vocabulary, device)
         scales = (1 + normal(3, rows).float().abs()).to(device)
@@ -64,20 +68,45 @@ def test_rows(softcap: float | None, smoothing: float, device: torch.device, dty
         capped = exact if softcap is None else softcap * torch.tanh(exact / softcap)
         flags: Any = {"reduction": "none", "label_smoothing": smoothing}
         losses = torch.nn.functional.cross_entropy(capped, targets.cpu(), **flags)
+        losses = losses + z_loss * capped.logsumexp(1).square()
         (gradients,) = torch.autograd.grad(losses, exact, scales.cpu().double())
-        inside = poisoned_rows(logits)
-        both = run(inside, targets, scales, softcap, smoothing)
+        given, more = (targets, scales, softcap, smoothing, z_loss), dict[str, Any](padding=padding)
+        inside = poisoned_rows(logits, padding)
+        both = run(inside, *given, **more)
         assert untouched(inside)
         # The kernel computes in float32 throughout; only the gradient is rounded to the dtype of the logits.
         torch.testing.assert_close(both[0].cpu().double(), losses.detach(), rtol=1e-6, atol=2e-6)
         torch.testing.assert_close(both[1].cpu().double(), gradients, rtol=torch.finfo(dtype).eps, atol=2e-6)
 
         # Losses alone leave the logits as they are; the gradient alone is the same.
-        inside = poisoned_rows(logits)
-        assert torch.equal(run(inside, targets, None, softcap, smoothing)[0], both[0])
-        assert torch.equal(inside, logits)
-        run(inside, targets, scales, softcap, smoothing, alone=True)
-        assert torch.equal(inside, both[1])
+        inside = poisoned_rows(logits, padding)
+        assert torch.equal(run(inside, targets, None, *given[2:], **more)[0], both[0])
+        assert torch.equal(inside[:, :vocabulary], logits)
+        run(inside, *given, **more, alone=True)
+        assert torch.equal(inside[:, :vocabulary], both[1])
+
+
+@pytest.mark.parametrize(("softcap", "smoothing"), FLAGS)
+def test_shards_of_a_row(softcap: float | None, smoothing: float, device: torch.device, dtype: torch.dtype) -> None:
+    """Each gives its part of λ and of what is subtracted, and with the λ of all its part of the gradient."""
+    rows, sizes = 5, (BLOCK + 3, 1, 2 * BLOCK)
+    logits, targets = normal(1, rows, sum(sizes)).to(device, dtype), targets_of(rows, sum(sizes), device)
+    scales, flags = torch.full((rows,), 0.5, device=device), (-100, softcap, smoothing, 0.02)
+    targets[1], targets[2] = -100, sum(sizes)
+    expected = run(logits.clone(), targets, scales, *flags[1:])
+    shards, firsts = [part.contiguous() for part in logits.split(sizes, 1)], itertools.accumulate((0, *sizes[:-1]))
+    parts, calls = torch.empty(3, 2, rows, device=device), []
+    for (log_sums, less), shard, first in zip(parts, shards, firsts, strict=True):
+        where: Any = {"first": first, "classes": sum(sizes), "columns": BLOCK}
+        cross_entropy_(shard, shard.shape[1], targets, less, None, *flags, log_sums=log_sums, **where)
+        calls.append((shard, where))
+    log_sums = parts[:, 0].logsumexp(0)
+    losses = log_sums - parts[:, 1].sum(0) + 0.02 * log_sums**2
+    for shard, where in calls:
+        cross_entropy_(shard, shard.shape[1], targets, None, scales, *flags, log_sums=log_sums, **where)
+    given = losses.masked_fill(targets == -100, 0.0), torch.cat(shards, 1)
+    for one, other in zip(given, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=torch.finfo(one.dtype).eps * 4, atol=4e-6, equal_nan=True)
 
 
 @pytest.mark.parametrize(("softcap", "smoothing"), FLAGS)
@@ -93,7 +122,7 @@ def test_ignored_rows_and_targets_out_of_range(
     logits[1] = float("nan")
     broken[1] = broken[2] = -100
     broken[3], broken[4], broken[5] = vocabulary, -1, 2**40
-    given = run(poisoned_rows(logits), broken, scales, softcap, smoothing)
+    given = run(poisoned_rows(logits, 2), broken, scales, softcap, smoothing, padding=2)
     for one, other in zip(given, expected, strict=True):
         assert torch.equal(one[[0, 6]], other[[0, 6]])
         assert (one[[1, 2]] == 0).all()

@@ -26,7 +26,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "symmetric_attention": ("values", "lengths"),
     "unrolled_layer": ("first", "projection", "next_dictionary", "target", "lengths"),
     "layerwise_reconstruction_loss": ("lengths", "weights"),
-    "layerwise_cross_entropy": ("bias", "weights", "targets of depths"),
+    "layerwise_cross_entropy": ("bias", "weights", "targets of depths", "class weights"),
 }
 SHRINKAGE = {"threshold": (0.1, 0.0, 0.6), "nonlinearity": ("soft_threshold", "hard_threshold", "relu")}
 OPTIONS: dict[str, dict[str, tuple[Any, ...]]] = {
@@ -40,6 +40,8 @@ OPTIONS: dict[str, dict[str, tuple[Any, ...]]] = {
         "reduction": ("mean", "sum"),
         "label_smoothing": (0.0, 0.1),
         "softcap": (None, 2.0),
+        "z_loss": (0.0, 0.05),
+        "shift": (0, 1),
         "chunk_tokens": (None, 1, 4),
     },
 }
@@ -58,8 +60,12 @@ VARIANTS: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
         {"reduction": "sum"},
     ),
     "layerwise_cross_entropy with all": (
-        *("layerwise_cross_entropy", EXTRAS["layerwise_cross_entropy"]),
-        {"label_smoothing": 0.1, "softcap": 2.0, "chunk_tokens": 4},
+        *("layerwise_cross_entropy", EXTRAS["layerwise_cross_entropy"][:3]),
+        {"label_smoothing": 0.1, "softcap": 2.0, "z_loss": 0.05, "shift": 1, "chunk_tokens": 4},
+    ),
+    "layerwise_cross_entropy with class weights": (
+        *("layerwise_cross_entropy", ("targets of depths", "class weights")),
+        {"z_loss": 0.05},
     ),
 }
 # `soft_threshold` is made of torch's own functions, which torch differentiates.
@@ -148,9 +154,13 @@ def build(op: str, *extras: str, **options: Any) -> Case:
             if "bias" in extras:
                 tensors["bias"] = normal(source, atoms)
             options["targets"] = [torch.randint(atoms, (*rows, 2), generator=source)[..., 0] for _ in DEPTHS]
+            options["shift"] *= tokens > 1
             for targets in options["targets"]:  # a third is ignored, and the first one counts
                 targets[torch.rand(rows, generator=source) < 0.33] = -100
-                targets.view(-1)[:1] = 0
+                targets.view(-1)[: 1 + options["shift"]] = 0
+            if "class weights" in extras:
+                options["class_weights"] = torch.rand(atoms, generator=source, dtype=torch.float64) + 0.1
+                options["label_smoothing"] = 0.0  # cannot be combined
             if "targets of depths" not in extras:
                 options["targets"] = options["targets"][0]
         if "weights" in extras:
@@ -311,14 +321,21 @@ def written_losses(op: str, _: Any, given: dict[str, Any], options: dict[str, An
             targets = options["targets"]
             targets = targets if isinstance(targets, Tensor) else targets[number]
             smoothing, softcap = options["label_smoothing"], options["softcap"]
+            if options["shift"]:
+                depth, targets = depth[..., :-1, :], targets[..., 1:]
             kept, weight = targets != -100, given["weight"]
+            times = options.get("class_weights", torch.ones(len(weight), dtype=weight.dtype))[targets[kept]]
             wanted = torch.full((int(kept.sum()), len(weight)), smoothing / len(weight), dtype=weight.dtype)
             wanted[torch.arange(len(wanted)), targets[kept]] += 1 - smoothing
             logits = torch.einsum("nd,vd->nv", depth[kept], weight) + given.get("bias", 0.0)
             if softcap is not None:
                 decay = torch.exp(-2 * logits / softcap)
                 logits = softcap * (1 - decay) / (1 + decay)
-            summed = -(wanted * torch.log(torch.exp(logits) / torch.exp(logits).sum(1, keepdim=True))).sum()
+            total = torch.exp(logits).sum(1, keepdim=True)
+            each = options["z_loss"] * torch.log(total[:, 0]) ** 2 - (
+                wanted * torch.log(torch.exp(logits) / total)
+            ).sum(1)
+            kept, summed = times, (times * each).sum()
         losses.append(summed / kept.sum() if options["reduction"] == "mean" else summed)
     return torch.stack(losses)
 
@@ -543,7 +560,9 @@ def assert_ignored_tokens_take_no_part(name: str, dtype: torch.dtype, device: to
     case = variant(name, leading=(2,), tokens=6)
     targets = case.options["targets"]
     expected = results(case.to(device, dtype))
+    shift = case.options["shift"]
     for depth, each in zip(DEPTHS, [targets] * 3 if isinstance(targets, Tensor) else targets, strict=True):
+        each = torch.nn.functional.pad(each[..., shift:], (0, shift), value=-100)
         case.tensors[depth][each == -100] = float("nan")
     assert_equal(results(case.to(device, dtype)), expected)
 

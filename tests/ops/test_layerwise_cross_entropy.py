@@ -73,6 +73,34 @@ def test_a_classifier_of_many_rows(monkeypatch: pytest.MonkeyPatch, limit: str, 
     assert_close(results(case), expected)
 
 
+# Tokens beyond a bound are left out
+
+
+@pytest.mark.parametrize("extras", [("bias", "weights"), ("targets of depths", "class weights")])
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+def test_a_bound_of_the_tokens_that_count(
+    monkeypatch: pytest.MonkeyPatch, extras: tuple[str, ...], fraction: float
+) -> None:
+    """The head is given no more rows, also where the host does not know which tokens are ignored."""
+    monkeypatch.setattr(module, "_sample", lambda *_: torch.arange(0, 40, 2) if fraction < 1 else None)
+    case = build("layerwise_cross_entropy", *extras, tokens=20, softcap=3.0)
+    expected, rows, logits = results(case), [], module._Head.logits
+    targets = case.options["targets"]
+    most = max(int((each != -100).sum()) for each in (targets if isinstance(targets, list) else [targets]))
+    monkeypatch.setattr(module, "_known", lambda targets: False)
+    monkeypatch.setattr(module._Head, "logits", lambda head, x: rows.append(len(x)) or logits(head, x))
+    assert_close(results(case), expected)
+    case.options["max_tokens"] = most
+    rows.clear()
+    assert_close(results(case), expected)
+    assert sum(rows) <= 2 * 3 * most
+    case.options["max_tokens"] = 8
+    assert call(case)[1].isnan().all()
+    monkeypatch.undo()
+    with pytest.raises(InputError, match=r"hold \d+ tokens that count, more than max_tokens=8"):
+        call(case)
+
+
 # The sample of the inner depths
 
 
@@ -104,7 +132,7 @@ def test_plain_torch_takes_over_from_a_kernel_that_does_not_compile(monkeypatch:
 
     calls = []
 
-    def cross_entropy_(*arguments: Any) -> None:
+    def cross_entropy_(*arguments: Any, **_: Any) -> None:
         calls.append(arguments)
         raise RuntimeError("out of resource: shared memory, Required: 300000, Hardware limit: 101376")
 

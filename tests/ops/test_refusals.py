@@ -37,6 +37,16 @@ FACTORS = [
 ]
 
 
+class Sharded(torch.Tensor):
+    """As a DTensor, which needs a process group."""
+
+    device_mesh = None
+
+
+class Group:
+    group_name = "0"
+
+
 NUMBER = r"must be a finite number"
 BAD: dict[str, list[tuple[dict[str, Any], str]]] = {
     "soft_threshold": [
@@ -132,6 +142,18 @@ BAD: dict[str, list[tuple[dict[str, Any], str]]] = {
         *(({"ignore_index": value}, r"ignore_index must be") for value in (0.5, 10**400)),
         *(({"label_smoothing": value}, r"label_smoothing must be a number in \[0, 1\]") for value in (1.5, 10**400)),
         *(({"softcap": value}, rf"softcap {NUMBER} > 0") for value in (0.0, 10**400)),
+        *(({"z_loss": value}, rf"z_loss {NUMBER} >= 0") for value in (-1.0, math.inf)),
+        *(({"shift": value}, r"shift must be an integer >= 0") for value in (-1, 0.5)),
+        ({"hidden_states": [ZEROS(3)], "targets": torch.tensor(1), "shift": 1}, r"shift needs .* one dimension"),
+        ({"max_tokens": 0}, r"max_tokens must be an integer >= 1"),
+        ({"max_tokens": 1}, r"targets hold 2 tokens that count, more than max_tokens=1"),
+        ({"class_weights": ZEROS(3)}, r"class_weights must have shape \(4,\) \(one number a class\), got \(3,\)"),
+        ({"class_weights": ZEROS(4, requires_grad=True)}, r"class_weights must be on cpu and require no gradient"),
+        ({"class_weights": ZEROS(4), "label_smoothing": 0.1}, r"class_weights and .* cannot be combined"),
+        ({"weight": Sharded(ZEROS(4, 3))}, r"weight is a DTensor: give its full_tensor\(\), or its to_local\(\)"),
+        ({"shard": "0 of 2"}, r"shard must be HeadShard\(process group, first, classes\), got '0 of 2'"),
+        ({"shard": ops.HeadShard(Group, -1, 9)}, r"shard\.first must be an integer >= 0, got -1"),
+        ({"shard": ops.HeadShard(Group, 6, 9)}, r"shard\.first \+ the rows of weight must be at most 9 .* got 6 \+ 4"),
         *(({"chunk_tokens": value}, r"chunk_tokens must be an integer (>= 1|below)") for value in (0, 2**63)),
         *(
             ({"inner_fraction": value}, r"inner_fraction must be a number in \(0, 1\]")
