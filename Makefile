@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-all emulate bench kernels-report gpu gpu-triage gpu-tests gpu-bench lint clean
+.PHONY: demo test test-all compile-check emulate bench kernels-report gpu gpu-triage gpu-tests gpu-bench lint clean
 
 demo: .venv/installed
 	rm -rf runs/demo
@@ -23,6 +23,16 @@ test-all: .venv/installed
 	$(PYTEST) -m slow --ignore=tests/kernels
 	TRITON_INTERPRET=1 $(PYTEST) -m slow tests/kernels
 	$(PYTEST) -m emulated --emulate H200 tests/kernels
+
+# Compiles the kernels of a default training for every card, without a GPU, with the Triton of constraints.txt and with an
+# older one: a kernel that does not compile, does not fit or spills is a failure.
+OLDER_TRITON := .venv/triton-3.5
+compile-check: .venv/installed $(OLDER_TRITON)
+	$(BIN)/python -m cdt_fast.bench.tools.compile_kernels --mode bfloat16 --default
+	PYTHONPATH=$(OLDER_TRITON) $(BIN)/python -m cdt_fast.bench.tools.compile_kernels --mode bfloat16 --default
+
+$(OLDER_TRITON): | .venv/installed
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target $@ triton==3.5.1
 
 # All tests of the kernels, compiled for a card and emulated.
 CARD ?= RTX 3090

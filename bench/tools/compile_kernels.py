@@ -115,9 +115,9 @@ def recording(card: GpuSpec, mode: OperatorsOnMeta | None = None, precision: str
         yield launches
 
 
-def call_ops(dtype: torch.dtype) -> None:
+def call_ops(dtype: torch.dtype, flags: bool = True) -> None:
     """Call the ops, forward and backward, so that every kernel is reached as in a default training; in bfloat16 also
-    with each flag that changes the code."""
+    with each of the `flags` that change the code."""
 
     def tensor(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
@@ -126,7 +126,7 @@ def call_ops(dtype: torch.dtype) -> None:
         outputs = [one for one in tree_leaves(function(*args, **options)) if one is not None and one.requires_grad]
         torch.autograd.backward(outputs, [torch.empty_like(one) for one in outputs])
 
-    every, short = dtype == torch.bfloat16, dtype.itemsize == 2
+    every, short = flags and dtype == torch.bfloat16, dtype.itemsize == 2
     lengths, targets = torch.empty(2, 3200, dtype=torch.int64, device="meta")
     weights, numbers = torch.empty(6, device="meta"), {"step": 0.1, "threshold": 0.1}
     attend = ops.symmetric_attention
@@ -155,16 +155,18 @@ def call_ops(dtype: torch.dtype) -> None:
     depths = [tensor(64_000, 256) for _ in range(6)]
     differentiate(ops.layerwise_reconstruction_loss, depths, depths[0].detach(), depth_weights=weights)
     # Under autocast the target stays in float32. 225 pixels: rows that are not aligned.
-    for width, target_dtype in ((256, dtype), (256, torch.float32), (64, torch.float32), (225, dtype)) if short else ():
+    sizes = (256, dtype), (256, torch.float32), (64, torch.float32), (225, dtype)
+    for width, target_dtype in sizes[not every :] if short else ():
         projection, dictionary = tensor(3200, 20, width), tensor(width, 1024)
         signal, target = projection.detach(), torch.empty(3200, 20, width, dtype=target_dtype, device="meta")
         given: dict[str, Any] = {**numbers, "projection": projection, "target": target}
-        many = every and width == 256
-        for flags in ({}, {"lengths": lengths}, {"next_dictionary": tensor(width, 1024)})[: 3 if many else 1]:
+        for flags in (
+            ({}, {"lengths": lengths}, {"next_dictionary": tensor(width, 1024)}) if every and width == 256 else ()
+        ):
             for codes in (tensor(3200, 20, 1024), None):
                 differentiate(ops.unrolled_layer, codes, signal, dictionary, **given, **flags)
-        model = DUST(width, 1024, 2).to("meta", dtype)
-        differentiate(model.layer_losses, signal, target, weights[:3])
+        model = DUST(width, 1024, 3).to("meta", dtype)
+        differentiate(model.layer_losses, signal, target, weights[:4])
 
 
 class Driver:
@@ -230,13 +232,13 @@ def measured(kernel: Any, name: str, mode: str) -> Compiled:
     return Compiled(name, mode, registers, stack + local, kernel.metadata.shared, widest)
 
 
-def measure_card(card: GpuSpec, modes: Sequence[str], part: str) -> list[Compiled]:
+def measure_card(card: GpuSpec, modes: Sequence[str], part: str, flags: bool = True) -> list[Compiled]:
     """The code of every specialization on a card, of the kernels whose name contains `part`."""
     found: list[Compiled] = []
     for mode in modes:
         dtype, precision = MODES[mode]
         with recording(card, precision=precision) as launches:
-            call_ops(dtype)
+            call_ops(dtype, flags)
         kernels: dict[Any, str] = {}  # one object for each specialization
         with compiling_for(card):
             for launch in (one for one in launches if part in one.kernel.__name__):
@@ -278,11 +280,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--card", choices=CARDS, nargs="+", default=REPORTED, help="default: one of each kind")
     parser.add_argument("--mode", choices=MODES, nargs="+", default=list(MODES), help="default: all")
     parser.add_argument("--kernel", default="", help="a part of the names of the kernels to compile (all)")
+    parser.add_argument("--default", action="store_true", help="in bfloat16 no more than in the other modes")
     parser.add_argument("--write", action="store_true", help=f"put the rows of the first mode into {DOCUMENT}")
     options = parser.parse_args(arguments)
     # Spawned: a fork would take over the threads that torch and LLVM have started here.
     with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
-        futures = {name: pool.submit(measure_card, CARDS[name], options.mode, options.kernel) for name in options.card}
+        work = options.mode, options.kernel, not options.default
+        futures = {name: pool.submit(measure_card, CARDS[name], *work) for name in options.card}
         found = {name: future.result() for name, future in futures.items()}
     every = [(name, one) for name, some in found.items() for one in some]
     faults = [f"{one.kernel}, {one.mode}, {name}: {fault}" for name, one in every for fault in one.faults(CARDS[name])]

@@ -85,6 +85,13 @@ def _constant(function: Function) -> Function:
     return function
 
 
+def triton_version() -> tuple[int, ...]:
+    """Return the first two numbers of the version of Triton."""
+    import triton
+
+    return tuple(int(number) for number in re.findall(r"\d+", triton.__version__)[:2])
+
+
 def interpreting() -> bool:
     """Return whether kernels run on the CPU in Triton's interpreter (`TRITON_INTERPRET=1` at Triton's import)."""
     from triton import knobs
@@ -97,12 +104,9 @@ def unavailable_reason() -> str | None:
     """Return why no kernel can run on this machine, or None if kernels can run."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed: pip install triton"
-    import triton
-
-    version = tuple(int(number) for number in re.findall(r"\d+", triton.__version__)[:2])
-    if version < OLDEST_TRITON:
-        oldest = ".".join(map(str, OLDEST_TRITON))
-        return f"Triton {triton.__version__} is too old: {oldest} or newer is needed"
+    if triton_version() < OLDEST_TRITON:
+        found, oldest = (".".join(map(str, version)) for version in (triton_version(), OLDEST_TRITON))
+        return f"Triton {found} is too old: {oldest} or newer is needed"
     if interpreting():
         return None
     if torch.version.hip is not None:
@@ -158,8 +162,12 @@ def blocks_for(table: BlockTable, tensor: Tensor, size: int = 0, multiplies: boo
         if row is None:
             raise ValueError(f"no block of this kernel holds {size}")
     # Triton's default for fusing products and sums differs between versions.
-    precision = {"PRECISION": dot_precision(tensor.dtype)} if multiplies else {}
-    return {"enable_fp_fusion": True, **precision, **row}
+    options: dict[str, Any] = {"enable_fp_fusion": True, **row}
+    if multiplies:
+        options["PRECISION"] = dot_precision(tensor.dtype)
+    if 100 <= card_of(tensor).capability < 120 and triton_version() < (3, 6):
+        options["num_stages"] = 1  # its compiler fails on pipelined loops with two products
+    return options
 
 
 def dot_precision(dtype: torch.dtype) -> str:

@@ -178,7 +178,7 @@ class TestCompileKernels:
         document = tmp_path / "gpus.md"
         document.write_text("before\n<!-- compile_kernels -->\nold\n<!-- end -->\nafter\n")
         monkeypatch.setattr(compile_kernels, "DOCUMENT", document)
-        monkeypatch.setattr(compile_kernels, "measure_card", lambda card, modes, part: found[card])
+        monkeypatch.setattr(compile_kernels, "measure_card", lambda card, *_: found[card])
         monkeypatch.setattr(compile_kernels, "ProcessPoolExecutor", lambda *_: ThreadPoolExecutor(1))
         assert compile_kernels.main(["--card", "RTX 3090", "--write"]) == 0
         assert compile_kernels.main(["--card", "RTX 3090", "H200", "--write"]) == 1

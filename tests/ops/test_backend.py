@@ -116,7 +116,7 @@ def test_float32_is_multiplied_by_kernels_only_on_tensor_cores(monkeypatch: pyte
 
 @pytest.mark.parametrize(
     ("found", "version", "reason"),
-    [(None, "3.7.1", "Triton is not installed"), ("a spec", "3.2.0", "Triton 3.2.0 is too old: 3.4 or newer")],
+    [(None, "3.7.1", "Triton is not installed"), ("a spec", "3.2.0", "Triton 3.2 is too old: 3.4 or newer")],
 )
 def test_a_missing_or_old_triton_is_named(
     found: str | None, version: str, reason: str, monkeypatch: pytest.MonkeyPatch
