@@ -115,9 +115,9 @@ def recording(card: GpuSpec, mode: OperatorsOnMeta | None = None, precision: str
         yield launches
 
 
-def call_ops(dtype: torch.dtype, flags: bool = True) -> None:
+def call_ops(dtype: torch.dtype, with_flags: bool = True) -> None:
     """Call the ops, forward and backward, so that every kernel is reached as in a default training; in bfloat16 also
-    with each of the `flags` that change the code."""
+    with each flag that changes the code."""
 
     def tensor(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
@@ -126,7 +126,7 @@ def call_ops(dtype: torch.dtype, flags: bool = True) -> None:
         outputs = [one for one in tree_leaves(function(*args, **options)) if one is not None and one.requires_grad]
         torch.autograd.backward(outputs, [torch.empty_like(one) for one in outputs])
 
-    every, short = flags and dtype == torch.bfloat16, dtype.itemsize == 2
+    every, short = with_flags and dtype == torch.bfloat16, dtype.itemsize == 2
     lengths, targets = torch.empty(2, 3200, dtype=torch.int64, device="meta")
     weights, numbers = torch.empty(6, device="meta"), {"step": 0.1, "threshold": 0.1}
     attend = ops.symmetric_attention
@@ -160,9 +160,9 @@ def call_ops(dtype: torch.dtype, flags: bool = True) -> None:
         projection, dictionary = tensor(3200, 20, width), tensor(width, 1024)
         signal, target = projection.detach(), torch.empty(3200, 20, width, dtype=target_dtype, device="meta")
         given: dict[str, Any] = {**numbers, "projection": projection, "target": target}
-        for flags in (
-            ({}, {"lengths": lengths}, {"next_dictionary": tensor(width, 1024)}) if every and width == 256 else ()
-        ):
+        for flags in ({}, {"lengths": lengths}, {"next_dictionary": tensor(width, 1024)})[
+            : 3 * (every and width == 256)
+        ]:
             for codes in (tensor(3200, 20, 1024), None):
                 differentiate(ops.unrolled_layer, codes, signal, dictionary, **given, **flags)
         model = DUST(width, 1024, 3).to("meta", dtype)
@@ -232,13 +232,13 @@ def measured(kernel: Any, name: str, mode: str) -> Compiled:
     return Compiled(name, mode, registers, stack + local, kernel.metadata.shared, widest)
 
 
-def measure_card(card: GpuSpec, modes: Sequence[str], part: str, flags: bool = True) -> list[Compiled]:
+def measure_card(card: GpuSpec, modes: Sequence[str], part: str, with_flags: bool = True) -> list[Compiled]:
     """The code of every specialization on a card, of the kernels whose name contains `part`."""
     found: list[Compiled] = []
     for mode in modes:
         dtype, precision = MODES[mode]
         with recording(card, precision=precision) as launches:
-            call_ops(dtype, flags)
+            call_ops(dtype, with_flags)
         kernels: dict[Any, str] = {}  # one object for each specialization
         with compiling_for(card):
             for launch in (one for one in launches if part in one.kernel.__name__):
