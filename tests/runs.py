@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,10 @@ from cdt_fast.training.checkpoint import load_checkpoint
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.training.settings import RunSettings
 from cdt_fast.training.task import EvaluatedRun
+from cdt_fast.video.settings import VideoSettings
+
+Call = Callable[..., Any]  # the fixture that calls the command line
+Config = Callable[..., VideoSettings]  # the fixture that makes tiny settings
 
 
 def load_data(settings: RunSettings) -> Any:

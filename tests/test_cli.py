@@ -18,9 +18,8 @@ from cdt_fast.tasks import open_run
 from cdt_fast.training.checkpoint import load_checkpoint, save_checkpoint
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.video.settings import VideoSettings
+from tests.runs import Call, Config
 from tests.tiny import tiny_arguments
-
-Call = Callable[..., Any]
 
 COMMANDS = ["", "train", "train video", "train text", "train lm", "evaluate", "compare", "denoise", "reproduce", "info"]
 
@@ -127,9 +126,7 @@ def test_settings_that_cannot_be_used_are_one_line_and_leave_no_run(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_that_is_to_resume_is_never_removed(
-    call: Call, tmp_path: Path, tiny_config: Callable[..., VideoSettings]
-) -> None:
+def test_a_run_that_is_to_resume_is_never_removed(call: Call, tmp_path: Path, tiny_config: Config) -> None:
     config = tiny_config()
     config.data.source = str(tmp_path / "gone.npy")
     run = RunFolder.create(tmp_path / "run", config)

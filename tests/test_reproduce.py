@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,9 @@ from cdt_fast.training import loop
 from cdt_fast.training.results import t_quantile
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.video.settings import VideoSettings
+from tests.runs import Call
 from tests.tiny import TINY
 
-Call = Callable[..., Any]
 RUNS = ("plain-0", "plain-1", "constrained-0", "constrained-1")
 
 

@@ -5,19 +5,16 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from cdt_fast.files import read_json
 from cdt_fast.training.loop import Trainer
+from tests.runs import Call
 from tests.tiny import words_of_command
 from tests.tiny_text import TINY_LANGUAGE, TINY_TEXT, write_instructions, write_language_model, write_table
-
-Call = Callable[..., Any]
 
 TEXT = words_of_command(TINY_TEXT)
 _OF_CONSTRAINTS = tuple(f"--{name.replace('_', '-')}=" for name in TINY_TEXT["constraints"])

@@ -15,7 +15,7 @@ from cdt_fast.checks import InputError
 from cdt_fast.files import read_json
 from cdt_fast.sequence.networks import PretrainedNetwork
 from cdt_fast.training.run_folder import RunFolder
-from tests.runs import assert_same_runs, evaluated, load_data, new_trainer, settings_of, trained
+from tests.runs import Call, assert_same_runs, evaluated, load_data, new_trainer, settings_of, trained
 from tests.tiny import words_of_command
 from tests.tiny_text import TINY_LANGUAGE, write_instructions, write_language_model
 from tests.training.training_cases import signal_after
@@ -109,7 +109,7 @@ def test_the_losses_of_a_step_and_their_gradient_are_those_of_an_eager_loop(
             assert error <= 1e-5 * right.grad.abs().max(), (name, dtype)
 
 
-def test_a_signal_and_resume_by_the_command_line_change_no_bit(source: Path, tmp_path: Path, call: Any) -> None:
+def test_a_signal_and_resume_by_the_command_line_change_no_bit(source: Path, tmp_path: Path, call: Call) -> None:
     """Weights, multipliers, the optimizer's state, the kept model, what was logged, and the evaluation."""
     words = words_of_command(
         TINY_LANGUAGE, model=write_language_model(tmp_path / "llama"), gamma=0.3, accumulate=2, batch=3

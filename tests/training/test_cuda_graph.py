@@ -15,11 +15,8 @@ from cdt_fast.training.cuda_graph import EAGER_CALLS, CapturedStep, Graphs
 from cdt_fast.training.loop import Trainer
 from cdt_fast.training.optimizer import build_optimizer, load_optimizer_state, set_rate
 from cdt_fast.training.run_folder import RunFolder
-from cdt_fast.video.settings import VideoSettings
 from tests.graph_fakes import EagerGraphs, TapeGraphs
-from tests.runs import new_trainer
-
-Config = Callable[..., VideoSettings]
+from tests.runs import Config, new_trainer
 
 
 def test_every_shape_dtype_and_choice_runs_eagerly_then_is_captured_then_replayed() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +16,7 @@ from cdt_fast.training.execution import Execution, resolve_execution
 from cdt_fast.video import task as video_task
 from cdt_fast.video.settings import VideoSettings
 from cdt_fast.video.task import VideoWorkload
-from tests.runs import load_data
+from tests.runs import Config, load_data
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +65,7 @@ def test_float32_products_are_tf32_unless_ieee_is_asked_for(precision: str, allo
     assert torch.backends.cuda.matmul.allow_tf32 == allowed
 
 
-def test_float16_without_a_scaler_and_a_gpu_that_is_not_there_are_refused(tiny_config: Any) -> None:
+def test_float16_without_a_scaler_and_a_gpu_that_is_not_there_are_refused(tiny_config: Config) -> None:
     with pytest.raises(InputError, match="fp16"):
         resolved(mixed_precision="fp16")
     with pytest.raises(InputError, match="device is cuda, but torch finds no CUDA GPU"):
@@ -81,7 +81,7 @@ def test_float16_without_a_scaler_and_a_gpu_that_is_not_there_are_refused(tiny_c
     ],
 )
 def test_the_first_line_says_which_kernels_run_and_why(
-    tiny_config: Callable[..., VideoSettings], monkeypatch: pytest.MonkeyPatch, changes: Any, backend: str, what: str
+    tiny_config: Config, monkeypatch: pytest.MonkeyPatch, changes: Any, backend: str, what: str
 ) -> None:
     monkeypatch.setattr(video_task, "explain", lambda: backend)
     settings = tiny_config(device="auto", **changes)

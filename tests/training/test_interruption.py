@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,10 @@ from cdt_fast.training.checkpoint import load_checkpoint
 from cdt_fast.training.loop import Interrupted, Trainer
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.video import task as video_task
-from cdt_fast.video.settings import VideoSettings
-from tests.runs import assert_same_runs, train, trained
+from tests.runs import Call, Config, assert_same_runs, train, trained
 from tests.tiny import tiny_arguments
 from tests.training.training_cases import Killed, around, signal_after
 
-Config = Callable[..., VideoSettings]
 # Slack, Adam, automatic reference and accumulation, past the step in which the reference is fixed; the three
 # intervals share few steps, so that sums for the log wait in most checkpoints.
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -124,7 +122,7 @@ def test_a_checkpoint_of_other_settings_or_frames_is_refused(tiny_config: Config
     assert run.checkpoint.read_bytes() == before
 
 
-def test_the_command_says_how_to_go_on(call: Callable[..., Any], clip: Path, tmp_path: Path) -> None:
+def test_the_command_says_how_to_go_on(call: Call, clip: Path, tmp_path: Path) -> None:
     run = tmp_path / "my run"
     with signal_after(signal.SIGTERM, 2):
         answer = call("train", "video", clip, "--out", run, *tiny_arguments())
@@ -137,7 +135,7 @@ def test_the_command_says_how_to_go_on(call: Callable[..., Any], clip: Path, tmp
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_before_the_first_step_leaves_no_run(
-    call: Callable[..., Any],
+    call: Call,
     clip: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

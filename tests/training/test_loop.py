@@ -18,14 +18,13 @@ from cdt_fast.training.checkpoint import load_checkpoint
 from cdt_fast.training.loop import Trainer
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.video.data import to_patches
-from cdt_fast.video.settings import VideoSettings
-from tests.runs import evaluate_run, new_trainer, train
+from tests.runs import Config, evaluate_run, new_trainer, train
 
 Make = Callable[..., Trainer]
 
 
 @pytest.fixture
-def make(tiny_config: Callable[..., VideoSettings], tmp_path: Path) -> Make:
+def make(tiny_config: Config, tmp_path: Path) -> Make:
     """A trainer of tiny settings with these changes, each in a folder of its own."""
 
     def trainer(**changes: Any) -> Trainer:

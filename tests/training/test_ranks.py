@@ -16,7 +16,7 @@ from cdt_fast.training.checkpoint import load_checkpoint
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.video.settings import VideoSettings
 from tests.ranks import in_ranks
-from tests.runs import new_trainer, settings_of
+from tests.runs import Call, Config, new_trainer, settings_of
 from tests.tiny import words_of_command
 from tests.tiny_text import TINY_LANGUAGE, TINY_TEXT, write_instructions, write_language_model, write_table
 
@@ -58,7 +58,7 @@ def train_rank(rank: int, folder: str) -> None:
 
 
 @pytest.mark.slow
-def test_two_ranks_train_as_one(tiny_config: Any, tmp_path: Path, in_float64: None) -> None:
+def test_two_ranks_train_as_one(tiny_config: Config, tmp_path: Path, in_float64: None) -> None:
     """46 windows in steps of ten: the fifth ends with a micro-batch of one, in which one rank has nothing to do."""
     steps = {"window": 1, "batch": 5, "accumulate": 2, "steps": 5, "lr": 1e-3, "warmup_epochs": 0, "reference": 1.0}
     config = tiny_config(**steps)
@@ -78,7 +78,7 @@ def test_two_ranks_train_as_one(tiny_config: Any, tmp_path: Path, in_float64: No
 
 
 @pytest.mark.slow
-def test_torchrun_starts_the_command_line_on_two_ranks(call: Any, tmp_path: Path) -> None:
+def test_torchrun_starts_the_command_line_on_two_ranks(call: Call, tmp_path: Path) -> None:
     """One of them makes the folder, evaluates and speaks; a folder that is taken ends both at once."""
     source, model = write_instructions(tmp_path / "alpaca.json", 52), write_language_model(tmp_path / "model")
     words = words_of_command(TINY_LANGUAGE, model=model, **UNEQUAL)

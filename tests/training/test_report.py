@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,7 @@ from cdt_fast.files import read_json, write_json
 from cdt_fast.tables import as_markdown, as_text
 from cdt_fast.tasks import open_evaluated
 from cdt_fast.training import report
-
-Call = Callable[..., Any]
+from tests.runs import Call
 
 
 def test_compare_prints_one_table_of_all_and_writes_a_report(call: Call, trained: Any, tmp_path: Path) -> None:

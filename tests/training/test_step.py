@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +9,9 @@ import pytest
 import torch
 
 from cdt_fast.training.optimizer import build_optimizer, set_rate
-from cdt_fast.video.settings import VideoSettings
+from tests.runs import Config
 from tests.training.training_cases import HostWaits, NoWaiting, meta_trainer, never_waiting
 
-Config = Callable[..., VideoSettings]
 Waits = (HostWaits, RuntimeError, NotImplementedError)
 
 CASES: dict[str, dict[str, Any]] = {

@@ -4,7 +4,6 @@ import errno
 import os
 import shutil
 import signal
-from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from cdt_fast.video.denoising import Denoising
 from cdt_fast.video.networks import build_network
 from cdt_fast.video.settings import VideoSettings
 from cdt_fast.video.writing import CONTAINERS
+from tests.runs import Call
 from tests.tiny import scrolling_clip
 from tests.video.clips import Same, colored, denoised, encode
 
@@ -127,7 +127,7 @@ def test_the_noise_of_color_is_found_and_removed_at_half_its_resolution_too(tmp_
     ],
 )
 def test_what_speaks_against_a_run_is_said_before_anything_is_written(
-    call: Any, copied_run: RunFolder, clip: Path, tmp_path: Path, monkeypatch: Any, capsys: Any, change: Any, said: str
+    call: Call, copied_run: RunFolder, clip: Path, tmp_path: Path, monkeypatch: Any, capsys: Any, change: Any, said: str
 ) -> None:
     evaluation = {**read_json(copied_run.evaluation), "success": True}
     if change == "unfinished":
@@ -147,7 +147,7 @@ def test_what_speaks_against_a_run_is_said_before_anything_is_written(
     assert capsys.readouterr().err == expected
 
 
-def test_every_depth_is_an_early_exit(call: Callable[..., Any], trained: Any, clip: Path, tmp_path: Path) -> None:
+def test_every_depth_is_an_early_exit(call: Call, trained: Any, clip: Path, tmp_path: Path) -> None:
     shown = []
     for depth in range(3):
         target = tmp_path / f"{depth}.mp4"
@@ -170,7 +170,7 @@ def test_every_depth_is_an_early_exit(call: Callable[..., Any], trained: Any, cl
 
 
 def test_bad_targets_are_one_line_and_change_nothing(
-    call: Callable[..., Any], trained: Any, clip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    call: Call, trained: Any, clip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     existing = tmp_path / "existing.mp4"
@@ -195,7 +195,7 @@ def test_bad_targets_are_one_line_and_change_nothing(
     assert existing.read_bytes() == before
 
 
-def test_a_source_that_breaks_off_leaves_no_output(call: Callable[..., Any], trained: Any, tmp_path: Path) -> None:
+def test_a_source_that_breaks_off_leaves_no_output(call: Call, trained: Any, tmp_path: Path) -> None:
     frames = scrolling_clip(12).astype(np.float32) / 255
     frames[9, 3, 3] = np.nan
     np.save(tmp_path / "nan.npy", frames)
@@ -210,7 +210,7 @@ def test_a_source_that_breaks_off_leaves_no_output(call: Callable[..., Any], tra
 
 
 def test_a_full_disk_is_said_with_the_name_of_the_output(
-    call: Callable[..., Any], trained: Any, clip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    call: Call, trained: Any, clip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """FFmpeg's own error, raised by a limit on the size of a file, and the same with the number of a full disk."""
     resource = pytest.importorskip("resource")
@@ -234,7 +234,7 @@ def test_a_full_disk_is_said_with_the_name_of_the_output(
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_what_a_killed_process_was_writing_is_removed(
-    call: Any, trained: Any, clip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+    call: Call, trained: Any, clip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
     """At once after a signal that can be handled, else by the next one that writes the same file."""
     running, killed = (tmp_path / f".out-{digit * 8}.tmp.mp4" for digit in "01")

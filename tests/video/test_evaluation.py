@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from cdt_fast.video.networks import build_network, reconstructed
 from cdt_fast.video.noise import noisy_batches
 from cdt_fast.video.quality import THRESHOLD_FACTOR, dct3d_denoise, dct3d_shifted_denoise, orthonormal_dct
 from cdt_fast.video.settings import VideoSettings
-from tests.runs import evaluate_run, load_data
+from tests.runs import Config, evaluate_run, load_data
 from tests.tiny import scrolling_clip
 
 
@@ -66,9 +65,7 @@ def test_the_frames_that_a_report_shows_have_detail_and_are_what_is_measured(tmp
 
 
 @pytest.mark.parametrize(("name", "sequence"), [("dust", "time"), ("vit", "space")])
-def test_every_number_is_that_of_its_definition(
-    tiny_config: Callable[..., VideoSettings], longer: Path, name: str, sequence: Any
-) -> None:
+def test_every_number_is_that_of_its_definition(tiny_config: Config, longer: Path, name: str, sequence: Any) -> None:
     config = tiny_config(source=str(longer), reference=2.0, model=name, width=8)
     torch.manual_seed(0)
     model: Any = build_network(config)
@@ -126,7 +123,7 @@ class _Perfect(DUST):
         return [self.answer] * (self.layers + 1)
 
 
-def test_a_perfect_model_has_no_error(tiny_config: Callable[..., VideoSettings]) -> None:
+def test_a_perfect_model_has_no_error(tiny_config: Config) -> None:
     config = tiny_config()
     model = _Perfect(64, 64, 2)
     data = load_data(config)
@@ -140,9 +137,7 @@ def test_a_perfect_model_has_no_error(tiny_config: Callable[..., VideoSettings])
     json.dumps(found, allow_nan=False)
 
 
-def test_flat_patches_without_noise_do_not_spoil_the_statistics(
-    tiny_config: Callable[..., VideoSettings], tmp_path: Path
-) -> None:
+def test_flat_patches_without_noise_do_not_spoil_the_statistics(tiny_config: Config, tmp_path: Path) -> None:
     """A black border is reconstructed exactly where there is no noise: its ratios are 0/0."""
     clip = scrolling_clip()
     clip[:, :8] = 0
@@ -154,7 +149,7 @@ def test_flat_patches_without_noise_do_not_spoil_the_statistics(
     json.dumps(found, allow_nan=False)
 
 
-def test_validation_losses_are_means_over_all_tokens(tiny_config: Callable[..., VideoSettings], longer: Path) -> None:
+def test_validation_losses_are_means_over_all_tokens(tiny_config: Config, longer: Path) -> None:
     config = tiny_config(source=str(longer))
     data = load_data(config)
     model = DUST(64, 64, 2)
