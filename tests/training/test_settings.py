@@ -51,7 +51,7 @@ PAPER = [
     ("paper-encoder", "text", "folder", None, 0.774, 1.00, "anchor", 1.0, 1.07),
     ("paper-llama", "lm", "folder", None, 0.95, 12.0, "anchor", 0.0, 10.0),
 ]
-PAPER_FOR_ALL = {"coupling": "chain", "normalize": False, "margin": 0, "betas": [0.9, 0.999]}
+PAPER_FOR_ALL = {"coupling": "chain", "normalize": False, "margin": 0, "betas": [0.9, 0.999], "dual_lr": 0.05}
 
 
 @pytest.mark.parametrize("row", PAPER, ids=[row[0] for row in PAPER])
