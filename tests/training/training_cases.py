@@ -22,6 +22,7 @@ from cdt_fast.training.loop import Trainer
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.training.settings import RunSettings
 from cdt_fast.video.settings import VideoSettings
+from tests.constraints.constraint_cases import NoHostSync
 from tests.runs import load_data, train
 
 
@@ -83,15 +84,13 @@ class NoWaiting(TorchDispatchMode):
     copied there, for which the host waits: `torch.where(mask, torch.tensor(0.0), tensor)` does so too.
     """
 
-    reads = ("_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal", "masked_select", "_unique2", "unique_dim")
-
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         devices = {given.device.type for given in tree_leaves((args, kwargs)) if isinstance(given, Tensor)}
         target = kwargs.get("device")
         if target is not None and devices:
             devices.add(torch.device(target).type)
-        if len(devices) > 1 or (function.overloadpacket.__name__ in self.reads and devices != {"cpu"}):
+        if len(devices) > 1 or (function.overloadpacket.__name__ in NoHostSync.READS and devices != {"cpu"}):
             raise HostWaits(f"the host would wait for the device in {function} on {sorted(devices)}")
         return function(*args, **kwargs)
 
