@@ -46,7 +46,7 @@ def losses(untrained: float, kept: float, final: float) -> dict[str, float]:
     return {"untrained_loss": untrained, "kept_loss": kept, "final_loss": final}
 
 
-HOLD = "Success: LAST; constraints hold: yes"
+HOLD, MISSED = "Success: LAST; constraints hold: yes", "No success: LAST; constraints hold: no"
 WORSE = "Training made the last depth worse than it was untrained: 12.84 -> 13.01 on validation data."
 EARLY = (
     "The model that was kept is that of step 20, before the constraints came on (after step 20): by its last loss and "
@@ -60,17 +60,14 @@ MULTIPLIES = "layer 1 multiplies the loss by 1.42 (its rate allows 0.95)"
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"feasible": False}, "No success: LAST; constraints hold: no; BETTER"),
+        ({"feasible": False}, f"{MISSED}; BETTER"),
         ({**steps(21, 20, 90), **losses(3.1, 3.1, 3.3)}, f"{HOLD}; BETTER"),
         (steps(20, 20, 90), f"{HOLD}; BETTER {EARLY}"),
         ({**steps(90, 20, 90), **losses(12.84, 13.01, 13.01)}, f"{HOLD}; BETTER {WORSE}"),
         ({**steps(0, 20, 90), **losses(12.84, 12.84, 13.01)}, f"No s{HOLD[1:]}; {GAINED}; BETTER {WORSE}"),
         (steps(20, 20, 20), f"{HOLD}; BETTER {NEVER}"),
         ({"feasible": False, "judged": (0, 0, "")}, "Success: LAST; BETTER"),
-        (
-            {"feasible": False, "judged": (0, 1, "")},
-            "No success: LAST; constraints hold: no, they never came on; BETTER",
-        ),
+        ({"feasible": False, "judged": (0, 1, "")}, f"{MISSED}, they never came on; BETTER"),
         ({"judged": (2, 1, "")}, f"{HOLD}, the 2 of 3 that are judged; BETTER"),
         ({"judged": (3, 0, MULTIPLIES)}, f"{HOLD}, but {MULTIPLIES}; BETTER"),
     ],
@@ -85,13 +82,7 @@ def test_a_verdict_is_about_constraints(options: dict[str, Any], text: str) -> N
 @pytest.mark.parametrize(
     ("last", "margin", "plain", "success", "text"),
     [
-        (
-            44,
-            None,
-            None,
-            False,
-            "is 44; constraints hold: yes; better than the input (5.6): no; better than DCT (4): n",
-        ),
+        (44, None, None, False, "is 44; constraints hold: yes; better than the input (5.6): no; better than DCT (4): "),
         (5, 0.5, None, False, "is 5 ±0.5 on 40 texts; constraints hold: yes; better than the input (5.6): yes; better"),
         (3.99, 0.02, None, False, "better than DCT (4): no difference beyond chance."),
         (3.99999, None, None, True, "is 3.99999; constraints hold: yes; better than the input (5.6): yes"),
