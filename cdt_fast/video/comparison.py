@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cdt_fast.checks import InputError, require
 from cdt_fast.progress import progress_bar
-from cdt_fast.video.data import find_clips, open_source
+from cdt_fast.video.data.clips import find_clips, open_source
 from cdt_fast.video.data.crops import luma
 from cdt_fast.video.denoising import Denoising
 from cdt_fast.video.networks import Denoiser, device_of, is_adaptive

@@ -17,7 +17,8 @@ from cdt_fast.checks import InputError, printable
 from cdt_fast.files import replaced_atomically, try_lock
 from cdt_fast.models import DUST
 from cdt_fast.progress import progress_bar
-from cdt_fast.video.data import from_opponent, open_source, to_opponent
+from cdt_fast.video.data import open_source
+from cdt_fast.video.data.crops import from_opponent, to_opponent
 from cdt_fast.video.networks import Denoiser, device_of, is_adaptive, reconstructed
 from cdt_fast.video.noise import LEVELS, LITTLE_NOISE, estimated_noise
 from cdt_fast.video.settings import VideoSettings

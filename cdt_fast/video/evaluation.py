@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cdt_fast.progress import progress_bar
 from cdt_fast.training.results import Evaluation, per_sample_statistics
-from cdt_fast.video.data import VideoData, Windows
+from cdt_fast.video.data.windows import VideoData, Windows
 from cdt_fast.video.networks import (
     Denoiser,
     ReconstructionLosses,

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from cdt_fast.files import replaced_atomically
 from cdt_fast.training.report import GRAY, add_legend, axes_of, mark_training, plot_runs, pyplot, set_log_scale
 from cdt_fast.training.task import EvaluatedRun, Table
-from cdt_fast.video.data import VideoData
+from cdt_fast.video.data.windows import VideoData
 from cdt_fast.video.evaluation import VideoEvaluation
 from cdt_fast.video.networks import Denoiser, device_of, reconstructed
 from cdt_fast.video.noise import noisy_batches

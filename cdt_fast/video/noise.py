@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from cdt_fast.video.data import Windows
+from cdt_fast.video.data.windows import Windows
 
 LEVELS = 255.0
 LITTLE_NOISE = 0.5  # gray levels: what rounding to bytes leaves

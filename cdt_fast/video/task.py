@@ -20,7 +20,7 @@ from cdt_fast.training.optimizer import build_constraints
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.training.task import EvaluatedRun, Report
 from cdt_fast.video import figures
-from cdt_fast.video.data import VideoData, load_video
+from cdt_fast.video.data.windows import VideoData, load_video
 from cdt_fast.video.evaluation import VideoEvaluation, mean_depth_losses, measure
 from cdt_fast.video.networks import ReconstructionLosses, build_network, device_of, load_network, training_input
 from cdt_fast.video.noise import LEVELS, add_noise_by_window

@@ -17,8 +17,7 @@ import numpy as np
 
 from cdt_fast.checks import InputError, require
 from cdt_fast.files import try_lock
-from cdt_fast.video.data import FrameSource
-from cdt_fast.video.data.source import DEFAULT_FRAME_RATE
+from cdt_fast.video.data.source import DEFAULT_FRAME_RATE, FrameSource
 from cdt_fast.video.data.video_file import LIMITED_RANGE, UNSPECIFIED, VideoFile, is_cover, yuv_matrix
 
 # Containers that take H.264 and state the frame rate. Others that FFmpeg knows by their suffix (.gif, .webm, .png) take

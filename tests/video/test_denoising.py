@@ -20,7 +20,8 @@ from cdt_fast.tasks import open_run
 from cdt_fast.training.checkpoint import load_checkpoint, save_checkpoint
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.video import writing
-from cdt_fast.video.data import open_source, to_opponent, to_patches
+from cdt_fast.video.data import open_source, to_patches
+from cdt_fast.video.data.crops import to_opponent
 from cdt_fast.video.denoising import Denoising
 from cdt_fast.video.networks import build_network
 from cdt_fast.video.settings import VideoSettings

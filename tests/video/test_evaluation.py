@@ -16,8 +16,8 @@ from cdt_fast.models import DUST
 from cdt_fast.tasks import open_run
 from cdt_fast.training.evaluation import judged
 from cdt_fast.training.optimizer import build_constraints
-from cdt_fast.video.data import VideoData, Windows, from_patches, to_patches
-from cdt_fast.video.data.windows import DecodedClip, Part
+from cdt_fast.video.data import from_patches, to_patches
+from cdt_fast.video.data.windows import DecodedClip, Part, VideoData, Windows
 from cdt_fast.video.evaluation import mean_depth_losses, measure
 from cdt_fast.video.figures import keep_frames
 from cdt_fast.video.networks import build_network, reconstructed

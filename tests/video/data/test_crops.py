@@ -5,10 +5,9 @@ import pytest
 import torch
 
 from cdt_fast.checks import InputError
-from cdt_fast.video.data import Windows, from_opponent, load_video, to_opponent
-from cdt_fast.video.data.crops import cut_crops, preprocess
+from cdt_fast.video.data.crops import cut_crops, from_opponent, preprocess, to_opponent
 from cdt_fast.video.data.scenes import demo_clip, moving_leaves
-from cdt_fast.video.data.windows import DecodedClip, Part
+from cdt_fast.video.data.windows import DecodedClip, Part, Windows, load_video
 from tests.video.clips import colored
 
 

@@ -14,8 +14,9 @@ import pytest
 from PIL import Image, ImageCms
 
 from cdt_fast.listing import natural_key
-from cdt_fast.video.data import find_clips, load_video, open_source
+from cdt_fast.video.data.clips import find_clips, open_source
 from cdt_fast.video.data.pictures import naming_signs
+from cdt_fast.video.data.windows import load_video
 from tests.video.clips import denoised
 
 
