@@ -10,10 +10,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from cdt_fast.training.cuda_graph import CudaGraphs
+
 Result = TypeVar("Result")
 
 
-class EagerGraphs:
+class EagerGraphs(CudaGraphs):
     """Calls the function anew in place of a replay, and notes what was asked."""
 
     def __init__(self) -> None:

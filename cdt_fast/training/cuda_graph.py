@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Hashable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,14 +13,6 @@ from torch import Tensor
 # Calls of a kind that run eagerly before it is captured: they load and compile its kernels, allocate the workspaces of
 # the libraries and the state of the optimizer, none of which may happen while a stream is being captured.
 EAGER_CALLS = 3
-
-
-class Graphs(Protocol):
-    """An object that captures the work of a step; tests have others than `CudaGraphs`."""
-
-    def run(self, work: Callable[[], Any]) -> Any: ...
-
-    def capture(self, work: Callable[[], Any]) -> Callable[[], Any]: ...
 
 
 class CudaGraphs:
@@ -65,7 +57,7 @@ class CapturedStep:
     backward, so that they come from the memory of the graph.
     """
 
-    def __init__(self, function: Callable[..., Any], graphs: Graphs) -> None:
+    def __init__(self, function: Callable[..., Any], graphs: CudaGraphs) -> None:
         self._function = function
         self._graphs = graphs
         self._buffers: dict[Hashable, tuple[Tensor, ...]] = {}

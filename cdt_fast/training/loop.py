@@ -20,16 +20,10 @@ from tqdm import tqdm
 from cdt_fast.checks import InputError, printable
 from cdt_fast.constraints.presets import REFERENCE_MEASUREMENTS
 from cdt_fast.training.checkpoint import load_checkpoint, run_identity, save_checkpoint
-from cdt_fast.training.cuda_graph import CapturedStep, CudaGraphs, Graphs
+from cdt_fast.training.cuda_graph import CapturedStep, CudaGraphs
 from cdt_fast.training.execution import disable_malloc_trim, resolve_execution
 from cdt_fast.training.interruption import Interrupted, on_signals
-from cdt_fast.training.optimizer import (
-    TrainingStep,
-    build_constraints,
-    build_optimizer,
-    load_optimizer_state,
-    set_rate,
-)
+from cdt_fast.training.optimizer import TrainingStep, build_constraints, build_optimizer, load_optimizer_state, set_rate
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.training.settings import RunSettings
 from cdt_fast.training.task import Task, Workload
@@ -86,7 +80,7 @@ class Trainer:
         task: Task,
         data: Any,
         accelerator: Accelerator,
-        graphs: Graphs | None = None,
+        graphs: CudaGraphs | None = None,
     ) -> None:
         self.folder, self.settings, self.task, self.accelerator, self.data = run, settings, task, accelerator, data
         torch.manual_seed(settings.training.seed % _SEEDS)

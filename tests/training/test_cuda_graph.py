@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cdt_fast.training.checkpoint import load_checkpoint
-from cdt_fast.training.cuda_graph import EAGER_CALLS, CapturedStep, Graphs
+from cdt_fast.training.cuda_graph import EAGER_CALLS, CapturedStep, CudaGraphs
 from cdt_fast.training.loop import Trainer
 from cdt_fast.training.optimizer import build_optimizer, load_optimizer_state, set_rate
 from cdt_fast.training.run_folder import RunFolder
@@ -45,7 +45,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def trainer_for(tiny_config: Config, tmp_path: Path) -> Callable[..., Trainer]:
-    def make(name: str, variant: str, graphs: Graphs | None) -> Trainer:
+    def make(name: str, variant: str, graphs: CudaGraphs | None) -> Trainer:
         config = tiny_config(**{**SETTINGS, **VARIANTS[variant]})
         return new_trainer(RunFolder.create(tmp_path / name, config), config, graphs)
 
