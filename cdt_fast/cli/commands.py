@@ -31,8 +31,6 @@ def train(options: argparse.Namespace) -> None:
         section, dot, key = name.partition(".")
         if dot and value is not None:
             given[section][key] = value
-    if options.source is not None:
-        given["data"]["source"] = options.source
     if options.resume is not None:
         if options.config or options.preset or options.out or any(given.values()):
             raise InputError("--resume takes no other settings: a run resumes as it began")
@@ -122,13 +120,11 @@ def _check_is_video(run: RunFolder, settings: RunSettings, what: str) -> None:
         raise InputError(f"{run.path}: is a run of `train {settings.task}`; {what}")
 
 
-def _evaluate(
-    run: RunFolder, settings: RunSettings, json_file: str | None = None, *, gammas: str | None = None
-) -> None:
+def _evaluate(run: RunFolder, settings: RunSettings, json: str | None = None, gammas: str | None = None) -> None:
     from cdt_fast.training import evaluation
 
     measured = evaluation.evaluate_run(run, settings, tasks.task_of(settings))
-    _save(json_file, measured.evaluation.model_dump(mode="json"))
+    _save(json, measured.evaluation.model_dump(mode="json"))
     words = ["cdt-fast", "evaluate", str(run.path), *([] if gammas is None else ["--gammas", gammas])]
     _report([measured], run.path, shlex.join(words))
 

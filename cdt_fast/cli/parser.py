@@ -167,7 +167,7 @@ def _add_settings(command: Parser, name: str, task: TaskEntry) -> None:
     settings = task.settings()
     source = type(settings.data).model_fields["source"]
     default = "" if settings.data.source is None else f" ({settings.data.source})"
-    command.add_argument("source", nargs="?", metavar="SOURCE", help=f"{source.description}{default}")
+    command.add_argument("data.source", nargs="?", metavar="SOURCE", help=f"{source.description}{default}")
     command.add_argument("--out", metavar="RUN", help="new run folder (runs/SOURCE-constrained or -unconstrained)")
     names = [preset for preset in PRESETS if preset not in PAPER_ROWS or PAPER_ROWS[preset].task == name]
     text = f"what the settings start from: constraints, or a whole row of the paper ({', '.join(names)})"
