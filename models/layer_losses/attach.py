@@ -25,11 +25,7 @@ _READS_LOGITS = "_cdt_fast_reads_logits"  # the argument by which `depth_logits`
 
 
 def attach_layer_losses(
-    model: Any,
-    taps: Sequence[int] | None = None,
-    *,
-    inner_fraction: float = 1.0,
-    inner_pooling: InnerPooling = "own",
+    model: Any, taps: Sequence[int] | None = None, *, inner_fraction: float = 1.0, inner_pooling: InnerPooling = "own"
 ) -> LayerLosses:
     """Make the forward of a transformers classifier or causal language model return the losses of its depths too.
 
