@@ -58,7 +58,7 @@ def trained(settings: RunSettings, folder: Path, progress: bool = False) -> RunF
 
 def evaluate_run(run: RunFolder, settings: RunSettings) -> EvaluatedRun:
     """`evaluation.evaluate_run` in the task of the settings."""
-    return evaluation.evaluate_run(run, settings, task_of(settings), progress=False)
+    return evaluation.evaluate_run(run, settings, task_of(settings))
 
 
 def evaluated(run: RunFolder, settings: RunSettings) -> dict[str, Any]:

@@ -36,9 +36,7 @@ class SequenceEvaluation(Evaluation):
 
 
 @torch.no_grad()
-def measure(
-    network: Network, test: EncodedSamples, settings: SequenceSettings, progress: bool = True
-) -> dict[str, Any]:
+def measure(network: Network, test: EncodedSamples, settings: SequenceSettings) -> dict[str, Any]:
     """Measure accuracy over γ, and the losses of every depth, with perturbed word embeddings.
 
     Returns:
@@ -51,7 +49,7 @@ def measure(
     network.model.to(device).eval()
     gammas = dict.fromkeys((*levels, training_gamma))
     sums, correct, counts = {}, {}, torch.zeros(0)
-    with progress_bar(total=len(gammas) * len(test), desc="evaluate", unit="sample", shown=progress) as bar:
+    with progress_bar(total=len(gammas) * len(test), desc="evaluate", unit="sample") as bar:
         for gamma in gammas:
             parts = []
             with network.perturbed(settings, gamma):  # with the same draws at every γ

@@ -45,11 +45,11 @@ def build(settings: LanguageSettings, data: Splits, device: torch.device) -> Seq
     return SequenceWorkload(settings, network, samples, data, description, choices=network.vocabulary, lr=2e-5)
 
 
-def evaluate(folder: RunFolder, settings: LanguageSettings, data: Splits, progress: bool = True) -> dict[str, Any]:
+def evaluate(folder: RunFolder, settings: LanguageSettings, data: Splits) -> dict[str, Any]:
     network = _network(folder.model, settings.model)
     test = encoded_instructions(data.test, network.tokenizer, settings.data.max_tokens, "test")
     check_rows(network, (test,), settings)
-    measured = measure(network, test, settings, progress)
+    measured = measure(network, test, settings)
     return {**measured, "vocabulary": network.vocabulary, "test_digest": digest(data.test)}
 
 

@@ -51,7 +51,7 @@ def build(settings: TextSettings, data: Splits, device: torch.device) -> Sequenc
     return SequenceWorkload(settings, network, samples, data, description, choices=len(names), lr=lr)
 
 
-def evaluate(folder: RunFolder, settings: TextSettings, data: Splits, progress: bool = True) -> dict[str, Any]:
+def evaluate(folder: RunFolder, settings: TextSettings, data: Splits) -> dict[str, Any]:
     names, tokenizer = data.train.names, load_tokenizer(folder.model)
     if settings.model.model == UNROLLED:
         model = TextUT.from_pretrained(folder.model)
@@ -64,7 +64,7 @@ def evaluate(folder: RunFolder, settings: TextSettings, data: Splits, progress: 
         network = PretrainedNetwork(encoder, tokenizer, inner_pooling=settings.model.inner_pooling)
     test = encoded_texts(data.test.with_names(names), tokenizer, settings.data.max_tokens)
     check_rows(network, (test,), settings)
-    measured = measure(network, test, settings, progress)
+    measured = measure(network, test, settings)
     return {**measured, "classes": names, "test_digest": digest(data.test)}
 
 

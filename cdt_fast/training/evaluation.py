@@ -16,11 +16,11 @@ from cdt_fast.training.settings import RunSettings
 from cdt_fast.training.task import EvaluatedRun, Task
 
 
-def evaluate_run(folder: RunFolder, settings: RunSettings, task: Task, progress: bool = True) -> EvaluatedRun:
+def evaluate_run(folder: RunFolder, settings: RunSettings, task: Task) -> EvaluatedRun:
     """Measure the model that a run kept, and write `evaluation.json`."""
     disable_malloc_trim()
     state = load_checkpoint(folder.checkpoint, run=run_identity(settings))
-    data = task.load(settings, progress)
+    data = task.load(settings)
     saved = DescentConstraints.saved_settings(state["constraints"])
     used = saved["reference"]  # at most the loss of a guess, which only the training knew
     constraints = build_constraints(settings, saved["layers"], used if isinstance(used, float) else None)
@@ -33,7 +33,7 @@ def evaluate_run(folder: RunFolder, settings: RunSettings, task: Task, progress:
             untrained, final = (entry["validation"]["loss"][-1] for entry in (logged[0], logged[-1]))
             kept = state["best"]["loss"][-1]
             progress_made |= {"untrained_loss": untrained, "kept_loss": kept, "final_loss": final}
-    measured = task.evaluate(folder, settings, data, progress)
+    measured = task.evaluate(folder, settings, data)
     evaluation = task.Evaluation.model_validate({**judged(measured, settings, constraints), **progress_made})
     run = EvaluatedRun(folder, settings, task, evaluation)
     evaluation.success, evaluation.verdict = verdict(run)

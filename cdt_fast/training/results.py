@@ -11,7 +11,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-Count = Annotated[int, Field(ge=0)]
+from cdt_fast.training.settings import Count
 
 
 class Part(BaseModel):

@@ -33,7 +33,7 @@ class Task(Protocol):
         """Return the training of these settings on these data, with an untrained or a pretrained model."""
         ...
 
-    def evaluate(self, folder: RunFolder, settings: Any, data: Any, progress: bool = True) -> dict[str, Any]:
+    def evaluate(self, folder: RunFolder, settings: Any, data: Any) -> dict[str, Any]:
         """Measure the model that a run kept on its test data: `Evaluation` but for what `training` adds."""
         ...
 

@@ -64,11 +64,11 @@ def mean_depth_losses(model: Denoiser, windows: Windows, settings: VideoSettings
 
 
 @torch.no_grad()
-def measure(model: Denoiser, data: VideoData, settings: VideoSettings, progress: bool = True) -> dict[str, Any]:
+def measure(model: Denoiser, data: VideoData, settings: VideoSettings) -> dict[str, Any]:
     """Return the entries of `VideoEvaluation` but for what `training` adds, on the test windows."""
     gammas, device, depths = settings.evaluation.gammas, device_of(model), model.layers + 1
     rmse, alike = [], []  # a row a noise level: every depth (of SSIM only the last), then the baselines
-    for gamma in progress_bar(gammas, desc="evaluate", unit="noise level", shown=progress):
+    for gamma in progress_bar(gammas, desc="evaluate", unit="noise level"):
         errors: Any = 0.0
         similar: Any = 0.0
         pixels = frames = 0

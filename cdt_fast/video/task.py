@@ -102,9 +102,9 @@ class VideoWorkload:
 build = VideoWorkload
 
 
-def evaluate(folder: RunFolder, settings: VideoSettings, data: VideoData, progress: bool = True) -> dict[str, Any]:
+def evaluate(folder: RunFolder, settings: VideoSettings, data: VideoData) -> dict[str, Any]:
     model = load_network(folder.model, settings.training.device)
-    measured = measure(model, data, settings, progress)
+    measured = measure(model, data, settings)
     figures.keep_frames(folder.frames, model, data, settings)
     return measured
 

@@ -208,7 +208,7 @@ def test_the_evaluation_of_a_text_ut_is_that_of_a_loop_over_texts() -> None:
     ):
         settings.set(section, name, value)
     network = UnrolledNetwork(model, SimpleNamespace(pad_token_id=PAD, eos_token_id=None))
-    found = measure(network, samples, settings, progress=False)
+    found = measure(network, samples, settings)
     assert not model.training
     table = model.embedding.weight.detach()
     std, losses = math.sqrt(((table - table.mean()) ** 2).mean()), {}

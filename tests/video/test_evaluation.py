@@ -39,7 +39,7 @@ def longer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def evaluated(model: DUST, config: VideoSettings) -> dict[str, Any]:
     data = load_data(config)
     constraints = build_constraints(config, model.layers)
-    return judged(measure(model, data, config, progress=False), config, constraints)
+    return judged(measure(model, data, config), config, constraints)
 
 
 def test_the_frames_that_a_report_shows_have_detail_and_are_what_is_measured(tmp_path: Path) -> None:
