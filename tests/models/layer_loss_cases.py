@@ -18,14 +18,10 @@ EXACT: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-10}
 OWN_LOSS: dict[str, Any] = {"rtol": 1e-6, "atol": 0, "check_dtype": False}
 
 Read = Callable[[Any, Tensor, dict[str, Tensor], bool], Tensor]  # (model, state, inputs, whether it is the last one)
-_SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-}
+_SIZES: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48}
+_SIZES |= {"num_hidden_layers": LAYERS, "num_attention_heads": 4}
 _FEW_KEYS: dict[str, Any] = {**_SIZES, "num_key_value_heads": 2}
+_CAPPED: dict[str, Any] = {**_FEW_KEYS, "head_dim": 8, "final_logit_softcapping": 0.5}
 _GPT: dict[str, Any] = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": LAYERS, "n_head": 4, "n_positions": 32}
 _DISTIL: dict[str, Any] = {"vocab_size": VOCABULARY, "dim": 32, "n_layers": LAYERS, "n_heads": 4, "hidden_dim": 48}
 _ROBERTA: dict[str, Any] = {**_SIZES, "max_position_embeddings": 40}
@@ -61,9 +57,7 @@ def _normed(*names: str) -> Read:
 LANGUAGE_MODELS = {
     "llama": Family("LlamaConfig", _FEW_KEYS, _normed("model.norm")),
     "llama-tied": Family("LlamaConfig", {**_FEW_KEYS, "tie_word_embeddings": True}, _normed("model.norm")),
-    "gemma2-softcap": Family(
-        "Gemma2Config", {**_FEW_KEYS, "head_dim": 8, "final_logit_softcapping": 0.5}, _normed("model.norm")
-    ),
+    "gemma2-softcap": Family("Gemma2Config", _CAPPED, _normed("model.norm")),
     "granite-scaled": Family("GraniteConfig", {**_FEW_KEYS, "logits_scaling": 2.0}, _normed("model.norm")),
     "gpt2": Family("GPT2Config", _GPT, _normed("transformer.ln_f")),
     "opt-projected": Family(

@@ -43,25 +43,26 @@ def written_out_reconstructions(model: models.DUST, noisy: Tensor) -> list[Tenso
     readouts = [dictionaries[0], *dictionaries] if model.readout == "own" else [*dictionaries, dictionaries[-1]]
     codes = model.step * (noisy @ dictionaries[0])
     results = [codes @ readouts[0].T]
-    for dictionary, readout in zip(dictionaries, readouts[1:], strict=True):
+    for dictionary, readout, step, threshold in zip(
+        dictionaries, readouts[1:], model.steps, model.thresholds, strict=True
+    ):
         projection = codes @ dictionary.T
         scores = model.scale * (projection @ projection.transpose(-1, -2))
         weights = torch.exp(scores - scores.amax(-1, keepdim=True).detach())
         mixed = (weights / weights.sum(-1, keepdim=True)) @ codes
-        update = mixed + model.step * ((noisy - mixed @ dictionary.T) @ dictionary)
+        update = mixed + step * ((noisy - mixed @ dictionary.T) @ dictionary)
         if isinstance(model, models.VideoUT):
             codes = torch.where(update > 0, update, 0.0)
         else:
-            threshold = model.sparsity * model.step
-            codes = torch.where(update.abs() > threshold, update - threshold * torch.sign(update), 0.0)
+            shrunk = update - threshold * torch.sign(update) if model.nonlinearity == "soft_threshold" else update
+            codes = torch.where(update.abs() > threshold, shrunk, 0.0)
         results.append(codes @ readout.T)
     return results
 
 
 def written_out(model: models.DUST, noisy: Tensor, clean: Tensor) -> Tensor:
-    return torch.stack(
-        [(depth - clean).square().sum() / clean[..., 0].numel() for depth in written_out_reconstructions(model, noisy)]
-    )
+    depths = written_out_reconstructions(model, noisy)
+    return torch.stack([(depth - clean).square().sum() / clean[..., 0].numel() for depth in depths])
 
 
 def parameter_gradients(model: models.DUST, total: Tensor, *others: Tensor) -> list[Tensor | None]:
@@ -102,10 +103,8 @@ def test_equals_the_network_written_out(
     total, per_depth = model.layer_losses(noisy, clean)
     losses = written_out(model, noisy, clean)
     assert_same([per_depth, total], [losses, losses.sum()])
-    assert_same(
-        parameter_gradients(model, per_depth[1] - 2 * per_depth[2]),
-        parameter_gradients(model, losses[1] - 2 * losses[2]),
-    )
+    found, right = (parameter_gradients(model, depths[1] - 2 * depths[2]) for depths in (per_depth, losses))
+    assert_same(found, right)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -126,19 +125,9 @@ def test_a_step_and_a_threshold_a_layer() -> None:
     assert model.thresholds == (0.3, 0.1, 0.025)
     assert (model.config["step"], model.config["sparsity"]) == (list(steps), list(sparsities))
     noisy, _ = pictures(2)
-    codes, exact = noisy @ model.dictionary[0], []
-    for layer, (step, threshold) in enumerate(zip(steps, model.thresholds, strict=True)):
-        dictionary = model.dictionary[layer]
-        projection = codes @ dictionary.T
-        mixed = torch.softmax(projection @ projection.mT, -1) @ codes
-        update = mixed + step * (noisy - mixed @ dictionary.T) @ dictionary
-        codes = torch.where(update.abs() > threshold, update, 0.0)
-        exact.append(codes @ dictionary.T)
-    for found, expected in zip(model.reconstructions(noisy)[1:], exact, strict=True):
-        torch.testing.assert_close(found, expected)
-    assert model.spectral_ratio().tolist() == pytest.approx(
-        (squared_spectral_norm(model.dictionary) * torch.tensor(steps)).tolist()
-    )
+    assert_same(model.reconstructions(noisy), written_out_reconstructions(model, noisy))
+    ratios = squared_spectral_norm(model.dictionary) * torch.tensor(steps)
+    torch.testing.assert_close(model.spectral_ratio(), ratios.detach())
     assert not model.spectral_ratio().requires_grad
     assert models.DUST(PATCH, CODES, LAYERS, tied=True).spectral_ratio() == pytest.approx(1.0)
     for name in ("step", "sparsity"):
@@ -196,10 +185,7 @@ def test_a_depth_that_is_not_there(depth: Any) -> None:
         ({"step": 0}, "step must be above 0, got 0"),
         ({"sparsity": -0.1}, "sparsity must be a finite number >= 0, got -0.1"),
         ({"scale": None}, "scale must be a finite number, got None"),
-        (
-            {"nonlinearity": "gelu"},
-            "nonlinearity must be one of 'soft_threshold', 'hard_threshold', 'relu', got 'gelu'",
-        ),
+        ({"nonlinearity": "gelu"}, "nonlinearity must be one of 'soft_threshold', .*, 'relu', got 'gelu'"),
         ({"readout": "last"}, "readout must be one of 'own', 'next', got 'last'"),
     ],
 )
@@ -245,13 +231,9 @@ def test_a_noise_adaptive_model_is_the_plain_one_in_units_of_the_noise() -> None
     unit = deviation[:, None, None]
     noisy = clean + unit * torch.randn_like(clean)
     mean = noisy.mean((1, 2), keepdim=True)
-    for depth, (found, expected) in enumerate(
-        zip(
-            adaptive.reconstructions(noisy, deviation=deviation),
-            plain.reconstructions((noisy - mean) / unit),
-            strict=True,
-        )
-    ):
+    expected_depths = plain.reconstructions((noisy - mean) / unit)
+    depths = zip(adaptive.reconstructions(noisy, deviation=deviation), expected_depths, strict=True)
+    for depth, (found, expected) in enumerate(depths):
         torch.testing.assert_close(found, expected * unit + mean, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(adaptive(noisy, depth, deviation=deviation), found, rtol=1e-12, atol=1e-12)
     _, losses = adaptive.layer_losses(noisy, clean, deviation=deviation)

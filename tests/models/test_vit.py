@@ -96,19 +96,10 @@ def test_a_loss_is_the_mean_over_the_pixels(weights: list[float] | None) -> None
         torch.testing.assert_close(found, want, rtol=1e-9, atol=1e-12)
 
 
-def saved_vit(folder: Path, channels: int = 3, image: int | list[int] = 12, **options: Any) -> Any:
-    configuration = transformers.ViTConfig(
-        hidden_size=12,
-        num_hidden_layers=2,
-        num_attention_heads=3,
-        intermediate_size=20,
-        image_size=image,
-        patch_size=4,
-        num_channels=channels,
-        layer_norm_eps=1e-6,
-        **options,
-    )
-    vit = transformers.ViTModel(configuration)
+def saved_vit(folder: Path, channels: int = 3) -> Any:
+    sizes = {"hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 20}
+    pictures = {"image_size": 12, "patch_size": 4, "num_channels": channels}
+    vit = transformers.ViTModel(transformers.ViTConfig(**sizes, **pictures, layer_norm_eps=1e-6))
     disturbed(vit)
     vit.save_pretrained(folder)
     return vit.double().eval()
