@@ -69,10 +69,8 @@ def test_train_evaluate_and_compare(
     answer = call("compare", *runs, "--out", tmp_path / "out", "--json", tmp_path / "both.json")
     assert answer.status == 0, answer
     label = "text-ut" if task == "text" else "llama"
-    assert set(read_json(tmp_path / "both.json")) == {
-        f"constrained (constrained, {label})",
-        f"plain (unconstrained, {label})",
-    }
+    labels = [f"constrained (constrained, {label})", f"plain (unconstrained, {label})"]
+    assert list(read_json(tmp_path / "both.json")) == labels
     tables = answer.out.strip().split("\n\n")
     accuracy = tables[0 if task == "text" else 1].splitlines()
     assert accuracy[0].endswith("  area under it")
@@ -109,11 +107,7 @@ BAD = [
     ("text", ["TABLE", "--gamma", "0,1"], ["[data] gamma must be a valid number"]),
     ("text", ["TABLE", "--exit-agreements", "0.9"], ["--exit-agreements is gone: the git tag full"]),
     ("text", ["TABLE", "--validation", "0.6", "--test", "0.6"], ["must leave a share for training"]),
-    (
-        "text",
-        ["TABLE", "--model", "no/such-model", "--width", "3"],
-        ["[model] width has no effect unless model is text-ut"],
-    ),
+    ("text", ["TABLE", "--model", "no/such-model", "--width", "3"], ["[model] width has no effect unless model is"]),
     ("text", ["ONE CLASS"], ["all the training texts are of one class, 'pos'"]),
     ("text", ["CAPITALS"], ["no column 'label'; there are 'Text', 'Label'", "--label-column"]),
     ("text", ["TABLE", "--model", "WORDLESS"], ["wordless: holds no tokenizer"]),
