@@ -18,6 +18,10 @@ SETTINGS: dict[str, Any] = {"per_device_train_batch_size": 1, "per_device_eval_b
 SETTINGS |= {"gradient_accumulation_steps": 2, "lr_scheduler_type": "constant", "learning_rate": LEARNING_RATE}
 SETTINGS |= {"use_cpu": True, "max_grad_norm": 0.0, "logging_steps": 1, "save_strategy": "no"}
 SETTINGS |= {"report_to": [], "disable_tqdm": True}
+# Of Lightning's trainer, the same.
+LIGHTNING: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "max_epochs": 2, "accumulate_grad_batches": 2}
+LIGHTNING |= {"log_every_n_steps": 1, "num_sanity_val_steps": 0, "logger": False, "enable_checkpointing": False}
+LIGHTNING |= {"enable_progress_bar": False, "enable_model_summary": False}
 # The chain by plain ascent on raw violations without slacks, which the loop below writes out.
 ASCENT: dict[str, Any] = {"coupling": "chain", "reference_mode": "constraint", "rate": RATE, "reference": REFERENCE}
 ASCENT |= {"betas": None, "dual_lr": DUAL_LR, "resilience": None, "normalize": False, "margin": 0.0}

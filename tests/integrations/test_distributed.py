@@ -16,6 +16,7 @@ from cdt_fast import DescentConstraints, attach_layer_losses, with_descent
 from tests.integrations.integration_cases import (
     ASCENT,
     LEARNING_RATE,
+    LIGHTNING,
     SETTINGS,
     assert_same_weights,
     evaluated,
@@ -98,20 +99,10 @@ def by_lightning(rank: int, folder: str) -> tuple[Any, Any]:
             return torch.optim.SGD(self.parameters(), lr=LEARNING_RATE)
 
     module, descent = Module(), DescentCallback(ASCENT)
-    lightning.Trainer(
-        accelerator="cpu",
-        strategy="ddp",
-        devices=RANKS,
-        max_epochs=2,
-        accumulate_grad_batches=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-        use_distributed_sampler=False,  # its own shuffles
-        callbacks=[descent],
-    ).fit(module, torch.utils.data.DataLoader(rows()[rank::RANKS], batch_size=1))  # type: ignore[arg-type]
+    settings: dict[str, Any] = {**LIGHTNING, "strategy": "ddp", "devices": RANKS, "default_root_dir": folder}
+    data: Any = torch.utils.data.DataLoader(rows()[rank::RANKS], batch_size=1)  # type: ignore[arg-type]
+    settings["use_distributed_sampler"] = False  # its own shuffles
+    lightning.Trainer(**settings, callbacks=[descent]).fit(module, data)
     return module.model, {"multipliers": descent.constraints.multipliers.clone()}
 
 

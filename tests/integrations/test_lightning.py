@@ -12,6 +12,7 @@ from cdt_fast import DescentCallback, DescentConstraints, InputError
 from tests.integrations.integration_cases import (
     ASCENT,
     LEARNING_RATE,
+    LIGHTNING,
     RATE,
     assert_same_weights,
     eager_losses,
@@ -78,21 +79,8 @@ def fit(
 ) -> tuple[Any, History]:
     resume = changes.pop("ckpt_path", None)
     history = History(descent)
-    settings: dict[str, Any] = {
-        "accelerator": "cpu",
-        "devices": 1,
-        "max_epochs": epochs,
-        "accumulate_grad_batches": 2,
-        "log_every_n_steps": 1,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "num_sanity_val_steps": 0,
-        "default_root_dir": folder,
-        "callbacks": [descent, history],
-    }
-    trainer = lightning.Trainer(**{**settings, **changes})
+    own = {"max_epochs": epochs, "default_root_dir": folder, "callbacks": [descent, history]}
+    trainer = lightning.Trainer(**{**LIGHTNING, **own, **changes})
     trainer.fit(module, loader(count), loader(3) if validate else None, ckpt_path=resume)
     return trainer, history
 
@@ -214,17 +202,16 @@ def test_resume_is_bit_equal(tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"model must name.*\['model'\]"):
-        fit(tmp_path, DescentCallback(ASCENT, model="network"), Module())
-    with pytest.raises(InputError, match="layers = 7; expected 2"):
-        fit(tmp_path, DescentCallback(DescentConstraints(7)), Module())
-    module = Module()
-    module.automatic_optimization = False
-    with pytest.raises(InputError, match="automatic"):
-        fit(tmp_path, DescentCallback(ASCENT), module, accumulate_grad_batches=1)
-    with pytest.raises(InputError, match="with labels"):
-        fit(tmp_path, DescentCallback(ASCENT), OwnLoss())
-    with pytest.raises(InputError, match="training_step must return the loss of 'model'"):
-        fit(tmp_path, DescentCallback(ASCENT), BesideTheModel())
+    manual = Module()
+    manual.automatic_optimization = False
+    for descent, module, message in (
+        (DescentCallback(ASCENT, model="network"), Module(), r"model must name.*\['model'\]"),
+        (DescentCallback(DescentConstraints(7)), Module(), "layers = 7; expected 2"),
+        (DescentCallback(ASCENT), manual, "automatic"),
+        (DescentCallback(ASCENT), OwnLoss(), "with labels"),
+        (DescentCallback(ASCENT), BesideTheModel(), "training_step must return the loss of 'model'"),
+    ):
+        with pytest.raises(InputError, match=message):
+            fit(tmp_path, descent, module, accumulate_grad_batches=1)
     with pytest.raises(InputError, match="no model before"):
         _ = DescentCallback(ASCENT).constraints

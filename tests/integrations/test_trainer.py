@@ -178,23 +178,21 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
             return super().compute_loss(*args, **kwargs)
 
-    with pytest.raises(InputError, match="OwnLoss"):
-        with_descent(OwnLoss)
-    with pytest.raises(InputError, match="Trainer"):
-        with_descent(dict)
-    with pytest.raises(InputError, match="layers must be an integer >= 1, got 0"):
-        trainer_for(tmp_path, taps=[2])
-    with pytest.raises(InputError, match="layers = 7; expected 2"):
-        trainer_for(tmp_path, DescentConstraints(7))
-    with pytest.raises(InputError, match="DescentConstraints"):
-        trainer_for(tmp_path, 0.1)
-    with pytest.raises(InputError, match=r"the constraints have no option 'dual_rl'; did you mean 'dual_lr'\?"):
-        trainer_for(tmp_path, {"dual_rl": 0.1})
+    for kind, message in ((OwnLoss, "OwnLoss"), (dict, "Trainer")):
+        with pytest.raises(InputError, match=message):
+            with_descent(kind)
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"taps": [2]}, "layers must be an integer >= 1, got 0"),
+        ({"constraints": DescentConstraints(7)}, "layers = 7; expected 2"),
+        ({"constraints": 0.1}, "DescentConstraints"),
+        ({"constraints": {"dual_rl": 0.1}}, r"have no option 'dual_rl'; did you mean 'dual_lr'\?"),
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
+        ({"compute_loss_func": lambda *args, **kwargs: None}, "compute_loss_func"),
+    ]
+    for changes, message in cases:
+        with pytest.raises(InputError, match=message):
+            trainer_for(tmp_path, **changes)
     assert trainer_for(tmp_path, {"preset": "lm"}).constraints.options.reference_mode == "anchor"
-    with pytest.raises(InputError, match="label_smoothing_factor"):
-        trainer_for(tmp_path, label_smoothing_factor=0.1)
-    with pytest.raises(InputError, match="compute_loss_func"):
-        trainer_for(tmp_path, compute_loss_func=lambda *args, **kwargs: None)
     data = [{name: value for name, value in row.items() if name != "labels"} for row in rows(4)]
     with pytest.raises(InputError, match="labels"):
         trainer_for(tmp_path, train_dataset=data).train()
