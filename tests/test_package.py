@@ -115,11 +115,7 @@ def test_public_names_come_when_they_are_asked_for() -> None:
         ("PIL", "from cdt_fast.video.data import open_source; list(open_source('frames').frames())", "cdt-fast[video]"),
         ("transformers", "from cdt_fast import with_descent; with_descent(object)", "cdt-fast[transformers]"),
         ("lightning.pytorch", "from cdt_fast import DescentCallback; DescentCallback({})", "cdt-fast[lightning]"),
-        (
-            "matplotlib",
-            "from cdt_fast.training.report import write_pictures; write_pictures('.', [])",
-            "cdt-fast[report]",
-        ),
+        ("matplotlib", "from cdt_fast.training.report import pyplot; pyplot()", "cdt-fast[report]"),
     ],
 )
 def test_a_missing_extra_is_named(blocked: str, call: str, extra: str, tmp_path: Path) -> None:

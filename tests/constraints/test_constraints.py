@@ -374,9 +374,7 @@ def test_a_state_of_other_settings_is_refused(name: str) -> None:
 
 
 def test_a_state_of_an_earlier_version_is_refused() -> None:
-    with pytest.raises(
-        InputError, match=r"^the saved constraints are of an earlier version: the git tag full \(1178e39\)"
-    ):
+    with pytest.raises(InputError, match=r"^the saved constraints are of an earlier version: the git tag full"):
         plain(2).load_state_dict({"multipliers": torch.zeros(3), "rate": "0.1, 0.1"})
 
 

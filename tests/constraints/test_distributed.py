@@ -15,10 +15,7 @@ SHARES = ((5, 1), (2, 6), (7, 3))  # items of the two ranks in the micro-batches
 
 
 # Descent alone, and with all that is measured besides the mean losses.
-KINDS: tuple[dict[str, Any], ...] = (
-    {},
-    {"objective": "log", "coupling": "detach", "bounds": {2: "0.9x"}, "betas": None},
-)
+KINDS: list[dict[str, Any]] = [{}, {"objective": "log", "coupling": "detach", "bounds": {2: "0.9x"}, "betas": None}]
 
 
 def make(kind: int) -> DescentConstraints:

@@ -15,9 +15,7 @@ from tests.constraints.constraint_cases import MODES, feed, plain
 
 def test_report_of_a_feasible_solution() -> None:
     report = plain(2, [0.1, 0.2], 1.0).report([1.0, 0.8, 0.6])
-    assert str(report) == (
-        "Feasible: all 3 constraints hold; the tightest, depth 0 (the reference), has 0.00% to spare."
-    )
+    assert str(report) == "Feasible: all 3 constraints hold; the tightest, depth 0 (the reference), has 0.00% to spare."
     assert json.loads(json.dumps(report.as_dict(), allow_nan=False)) == {
         "feasible": True,
         "finite": True,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cdt_fast.files import read_json
+from cdt_fast.files import read_json, write_json
 from cdt_fast.training.loop import Trainer
 from tests.runs import Call
 from tests.tiny import words_of_command
@@ -85,6 +85,8 @@ def test_train_evaluate_and_compare(
     assert set(pictures) == {*("loss_over_depth.png", "accuracy_over_noise.png", "multipliers.png")}
     for picture in pictures:
         assert (tmp_path / "out" / picture).read_bytes().startswith(b"\x89PNG")
+    write_json(runs[1] / "evaluation.json", {**read_json(runs[1] / "evaluation.json"), "test_digest": "of others"})
+    assert "different data: test_digest is 'of others'" in call("compare", *runs).line()
 
 
 def test_named_columns_of_any_file(call: Call, tmp_path: Path, quick_figures: None) -> None:

@@ -16,7 +16,6 @@ from cdt_fast.checks import InputError
 from cdt_fast.files import read_json
 from cdt_fast.sequence.perturbation import perturbed
 from cdt_fast.sequence.tokenizers import EncodedSamples
-from cdt_fast.tasks import check_comparable, open_evaluated
 from cdt_fast.training import optimizer
 from cdt_fast.training.run_folder import RunFolder
 from tests.runs import assert_same_runs, evaluated, load_data, new_trainer, settings_of, train, trained
@@ -236,19 +235,6 @@ def test_texts_that_changed_are_not_resumed_on(tmp_path: Path) -> None:
     write_table(table, seed=1)
     with pytest.raises(InputError, match="the texts are not those that"):
         train(run, config, resume=True, progress=False)
-
-
-def test_runs_on_other_texts_are_not_compared(tmp_path: Path) -> None:
-    runs = []
-    for seed in range(2):
-        source = write_table(tmp_path / "reviews.tsv", seed=seed)
-        config = settings_for(source, steps=1)
-        run = trained(config, tmp_path / str(seed))
-        evaluated(run, config)
-        runs.append(open_evaluated(run.path))
-    check_comparable(runs[:1] * 2)
-    with pytest.raises(InputError, match="different data: test_digest"):
-        check_comparable(runs)
 
 
 def without_a_weight(folder: Path, name: str) -> None:

@@ -57,11 +57,9 @@ WHOLE = serialized({"0.weight": torch.ones(2)}, {"format": "cdt_fast checkpoint 
         (sealed("[1]"), r"is damaged \(TypeError: "),
         (sealed(json.dumps({"items": [["a", {"tensor": "lost"}]]})), "is damaged"),
         *((sealed(json.dumps(state)), "is damaged") for state in ({"strange": 1}, {"items": [1]}, {"items": 5})),
-        (sealed('{"items": ' + "[" * 999 + "]" * 999 + "}"), "recursion limit"),
-        (sealed('{"items": ' + "9" * 4999 + "}"), "out of range"),
         *((WHOLE[:size], "cannot be read, or is cut short") for size in (0, 7, 100, len(WHOLE) - 5)),
     ],
-    ids=range(16),
+    ids=range(14),
 )
 def test_another_safetensors_file_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "state.safetensors"
