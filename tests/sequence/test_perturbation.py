@@ -199,14 +199,8 @@ def test_the_evaluation_of_a_text_ut_is_that_of_a_loop_over_texts() -> None:
     labels = torch.randint(0, 3, (30,), generator=generator(3))
     cut = [text[:length] for text, length in zip(ids, lengths, strict=True)]
     samples = EncodedSamples([torch.stack([text, torch.ones_like(text)]) for text in cut], list(labels), [1] * 30)
-    settings = TextSettings()
-    for section, name, value in (
-        ("data", "gamma", 0.75),
-        ("evaluation", "gammas", [0.0, 0.5, 2.0]),
-        ("training", "batch", 7),
-        ("training", "device", "cpu"),
-    ):
-        settings.set(section, name, value)
+    measuring = {"evaluation": {"gammas": [0.0, 0.5, 2.0]}, "training": {"batch": 7, "device": "cpu"}}
+    settings = TextSettings.chosen({"data": {"gamma": 0.75}, **measuring})
     network = UnrolledNetwork(model, SimpleNamespace(pad_token_id=PAD, eos_token_id=None))
     found = measure(network, samples, settings)
     assert not model.training

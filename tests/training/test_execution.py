@@ -59,9 +59,7 @@ def test_by_default_a_gpu_computes_in_bfloat16_and_captures_what_can_be(
 
 @pytest.mark.parametrize(("precision", "allowed"), [("fp32", True), ("ieee", False), ("bf16", False)])
 def test_float32_products_are_tf32_unless_ieee_is_asked_for(precision: str, allowed: bool) -> None:
-    settings = VideoSettings()
-    settings.set("training", "precision", precision)
-    resolved(settings=settings)
+    resolved(settings=VideoSettings.chosen({"training": {"precision": precision}}))
     assert torch.backends.cuda.matmul.allow_tf32 == allowed
 
 

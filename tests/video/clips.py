@@ -72,9 +72,8 @@ def tone(container: Any, codec: str, wave: np.ndarray, rate: int = 48_000, pts: 
     stream = container.add_stream(codec, rate=rate)
 
     def write() -> None:
-        given = av.AudioFrame.from_ndarray(
-            wave[None], format="fltp" if wave.dtype == np.float32 else "s16", layout="mono"
-        )
+        form = "fltp" if wave.dtype == np.float32 else "s16"
+        given = av.AudioFrame.from_ndarray(wave[None], format=form, layout="mono")
         given.sample_rate, given.pts = rate, pts
         for part in av.AudioResampler(stream.format, stream.layout, rate).resample(given):
             container.mux(stream.encode(part))
@@ -96,9 +95,7 @@ class Same(DUST):
 
 
 def settings_of(**data: Any) -> VideoSettings:
-    config = VideoSettings()
-    config.update("data", {"frames": "resized", "patch": 8, "window": 8, "patch_frames": 4, **data})
-    return config
+    return VideoSettings.chosen({"data": {"frames": "resized", "patch": 8, "window": 8, "patch_frames": 4, **data}})
 
 
 def denoised(source: Path, target: Path, model: Same | None = None) -> dict[str, Any]:

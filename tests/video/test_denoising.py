@@ -97,8 +97,7 @@ def test_frames_are_those_of_the_model_in_every_plane_and_window(trained: Any) -
 
 @pytest.mark.parametrize("pixels", ["bgr0", "yuv420p"])
 def test_the_noise_of_color_is_found_and_removed_at_half_its_resolution_too(tmp_path: Path, pixels: str) -> None:
-    settings = VideoSettings()
-    settings.update("model", {"layers": 1, "code_size": 512})
+    settings = VideoSettings.chosen({"model": {"layers": 1, "code_size": 512}})
     model = build_network(settings)
     for clean, channels in ((colored(8, 64, 96), 3), (np.repeat(scrolling_clip(8, 64, 96)[..., None], 3, -1), 1)):
         clean = clean // 2 + 60

@@ -43,8 +43,7 @@ def evaluated(model: DUST, config: VideoSettings) -> dict[str, Any]:
 
 
 def test_the_frames_that_a_report_shows_have_detail_and_are_what_is_measured(tmp_path: Path) -> None:
-    config = VideoSettings()
-    config.update("model", {"layers": 1})
+    config = VideoSettings.chosen({"model": {"layers": 1}})
     detailed, flat = scrolling_clip(8, 32, 32), np.full((8, 32, 32), 100, np.uint8)
     clip = DecodedClip("clip", np.concatenate([flat, detailed, flat]))
     windows = Windows([clip], [Part(0, 0, 24)], 8, 32)
@@ -91,9 +90,8 @@ def test_every_number_is_that_of_its_definition(tiny_config: Config, longer: Pat
             if gamma == config.data.gamma:
                 target = to_patches(clean, 8, sequence)
                 samples = torch.stack([(depth - target).double().square().sum(-1).mean(-1) for depth in depths])
-                losses.append(
-                    samples if name == "dust" else samples / 64
-                )  # a vit's are means over the pixels of a patch
+                # A vit's are means over the pixels of a patch.
+                losses.append(samples if name == "dust" else samples / 64)
                 ratios.append((samples[1:] / samples[:-1]).flatten())
         expected = (255 * (squares / (2 * 5 * 32 * 32)).sqrt()).tolist()
         assert found["depth_rmse"][level] == pytest.approx(expected[:3], rel=1e-5)

@@ -28,9 +28,7 @@ def denoised_frames(
 
 
 def denoiser(**changes: Any) -> VideoSettings:
-    settings = VideoSettings()
-    for section, values in {"data": {"size": 16, "patch_frames": 4}, "model": {"code_size": 256}}.items():
-        settings.update(section, values)
+    settings = VideoSettings.chosen({"data": {"size": 16, "patch_frames": 4}, "model": {"code_size": 256}})
     for name, value in changes.items():
         settings.set("data" if name == "frames" else "model", name, value)
     return settings
@@ -109,10 +107,8 @@ def test_any_size_of_patch_and_code_removes_noise_before_training(sizes: dict[st
     ],
 )
 def test_a_network_that_cannot_work_on_crops_is_refused(section: str, name: str, value: Any, words: str) -> None:
-    settings = VideoSettings()
-    settings.set(section, name, value)
     with pytest.raises(InputError, match=words):
-        load(settings)
+        load(VideoSettings.chosen({section: {name: value}}))
 
 
 def test_depth_0_is_no_exit_of_the_denoiser() -> None:
