@@ -21,6 +21,10 @@ def lengths(*frames: int, split: Any = None) -> list[DecodedClip]:
     return [DecodedClip(f"clip{index}", np.empty((number, 1, 1)), split) for index, number in enumerate(frames)]
 
 
+def marked(train: list[int], test: list[int]) -> list[DecodedClip]:
+    return lengths(*train, split="train") + lengths(*test, split="test")
+
+
 @settings(max_examples=300, deadline=None)
 @given(
     clips=st.lists(st.tuples(st.integers(2, 400), st.sampled_from([None, "train", "test"])), min_size=1, max_size=25),
@@ -56,12 +60,8 @@ def test_splits_never_share_frames(clips, window):
         (lengths(1394), 20, ([(0, 0, 1100)], [(0, 1120, 1240)], [(0, 1260, 1380)])),
         (lengths(50, 100), 10, ([(0, 0, 10), (1, 0, 60)], [(0, 20, 30), (1, 70, 80)], [(0, 40, 50), (1, 90, 100)])),
         (lengths(*[9] * 25), 9, ([(n, 0, 9) for n in range(21)], [(21, 0, 9), (22, 0, 9)], [(23, 0, 9), (24, 0, 9)])),
-        (
-            lengths(*[30] * 3, split="train") + lengths(40, 50, split="test"),
-            10,
-            ([(0, 0, 30), (1, 0, 30)], [(2, 0, 30)], [(3, 0, 40), (4, 0, 50)]),
-        ),
-        (lengths(75, split="train") + lengths(33, split="test"), 10, ([(0, 0, 50)], [(0, 60, 70)], [(1, 0, 33)])),
+        (marked([30] * 3, [40, 50]), 10, ([(0, 0, 30), (1, 0, 30)], [(2, 0, 30)], [(3, 0, 40), (4, 0, 50)])),
+        (marked([75], [33]), 10, ([(0, 0, 50)], [(0, 60, 70)], [(1, 0, 33)])),
         (lengths(*[30] * 3, split="train"), 10, ([(0, 0, 30)], [(1, 0, 30)], [(2, 0, 30)])),
     ],
 )
@@ -76,12 +76,8 @@ def test_clips_are_divided_by_clip_or_by_time(clips, window, expected):
     [
         (lengths(49), 10, ["clip0", "49 frames", "5 windows of 10, 50 frames", "at most 9"]),
         (lengths(15, 18), 20, ["clip1", "longest training clip has 18 frames", "window of 20"]),
-        (
-            lengths(25, split="train") + lengths(90, split="test"),
-            10,
-            ["clip0", "25 frames", "3 windows of 10, 30 frames", "at most 8"],
-        ),
-        (lengths(90, 90, split="train") + lengths(7, split="test"), 10, ["clip0", "test clip", "7 frames"]),
+        (marked([25], [90]), 10, ["clip0", "25 frames", "3 windows of 10, 30 frames", "at most 8"]),
+        (marked([90, 90], [7]), 10, ["clip0", "test clip", "7 frames"]),
         (lengths(90, split="test"), 10, ["the longest training clip has 0 frames"]),
     ],
 )
