@@ -276,9 +276,7 @@ class DUST(PretrainedModel):
         own = [dictionaries[0], *dictionaries]
         following = own if self.tied else [*dictionaries, dictionaries[-1]]
         readouts = own if self.readout == "own" else following
-        projected_on = [
-            readouts[level] if read_all or level == depth else following[level] for level in range(depth + 1)
-        ]
+        projected_on = (readouts if read_all else [*following[:depth], readouts[depth]])[: depth + 1]
         codes: Tensor | None = None
         first = dictionaries[0][0].to(noisy.dtype) if tied is None else tied
         reconstruction = noisy @ (self.step * (first @ first.mT))  # H_0 = (1/c) X D is never formed

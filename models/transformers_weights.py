@@ -12,18 +12,15 @@ from torch import Tensor, nn
 from cdt_fast.checks import InputError
 
 
-def load_complete(
-    kind: Any, name: Any, *, new_head: bool = False, trust_remote_code: bool = False, **options: Any
-) -> Any:
+def load_complete(kind: Any, name: Any, *, new_head: bool = False, **options: Any) -> Any:
     """Return `kind.from_pretrained(name, **options)` with every weight from the files, finite; no code of theirs runs.
 
     transformers itself fills weights that are missing, or of another shape, with random numbers and logs a warning;
     here that is an InputError. With `new_head` what lies outside of the base model may be missing, and so may its
     pooler: they are trained anew. Weights in pickle files are not read.
     """
-    model, loading = kind.from_pretrained(
-        name, output_loading_info=True, use_safetensors=True, trust_remote_code=trust_remote_code, **options
-    )
+    options = {"use_safetensors": True, "trust_remote_code": False, **options}
+    model, loading = kind.from_pretrained(name, output_loading_info=True, **options)
     # A mismatched key comes with its two shapes.
     mismatched = {key if isinstance(key, str) else key[0] for key in loading["mismatched_keys"]}
     problems = {"lacks {} weights": set(loading["missing_keys"]), "has {} weights of other shapes": mismatched}

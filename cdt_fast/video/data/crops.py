@@ -140,7 +140,5 @@ def preprocess(frame: np.ndarray, size: int) -> np.ndarray:
     Every published number rests on these pixels: a decoder's own gray conversion differs by up to four levels.
     """
     pixels = torch.from_numpy(luma(frame))[None, None]
-    resized = torch.nn.functional.interpolate(
-        pixels, size=(size, size), mode="bilinear", antialias=True, align_corners=False
-    )
+    resized = torch.nn.functional.interpolate(pixels, size=size, mode="bilinear", antialias=True, align_corners=False)
     return resized[0, 0].round_().clamp_(0, 255).to(torch.uint8).numpy()
