@@ -135,12 +135,7 @@ def test_the_command_says_how_to_go_on(call: Call, clip: Path, tmp_path: Path) -
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_before_the_first_step_leaves_no_run(
-    call: Call,
-    clip: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    number: signal.Signals,
-    status: int,
+    call: Call, clip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, status: int
 ) -> None:
     monkeypatch.setattr(video_task, "load", lambda *_: signal.raise_signal(number))
     answer = call("train", "video", clip, "--out", tmp_path / "run", *tiny_arguments())
