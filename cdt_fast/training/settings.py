@@ -10,8 +10,7 @@ import os
 import re
 import types
 import typing
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 import tomli_w
@@ -282,20 +281,21 @@ class RunSettings(BaseModel):
             InputError: as `load` and `set`; a given setting has no effect.
         """
         sections: dict[str, Any] = {} if file is None else read_toml(file)
-        with _naming(file):
+        settings = cls()
+        settings.use_preset(preset)
+        try:
             if sections.pop("task", cls.task) != cls.task:
                 raise InputError(f'task must be "{cls.task}"')
             in_file = sections.pop("preset", None)
+            settings.use_preset(in_file if preset is None else None)
             for section, values in sections.items():
                 if not isinstance(values, dict):
                     raise InputError(f"unknown key '{section}' outside of a section")
-        settings = cls()
-        with _naming(file if preset is None else None):
-            settings.use_preset(in_file if preset is None else preset)
-        for origin, parts in ((file, sections), (None, given)):
-            with _naming(origin):
-                for section, values in parts.items():
-                    settings.update(section, values)
+                settings.update(section, values)
+        except InputError as error:
+            raise InputError(f"{file}: {error}") from None
+        for section, values in given.items():
+            settings.update(section, values)
         needed = PAPER_ROWS[settings.preset].pretrained if settings.preset in PAPER_ROWS else ""
         if needed and needed not in {*sections.get("model", ()), *given.get("model", ())}:
             raise InputError(f"--preset {settings.preset} needs --{needed}, the folder of a pretrained network")
@@ -320,12 +320,3 @@ class RunSettings(BaseModel):
     def load(cls, path: str | os.PathLike[str]) -> Self:
         """Read settings from TOML, over its preset and the defaults; InputError: as `set`, or it cannot be read."""
         return cls.chosen({}, file=path)
-
-
-@contextmanager
-def _naming(file: str | os.PathLike[str] | None) -> Iterator[None]:
-    """Begin messages about bad input with the file that it is from, if there is one."""
-    try:
-        yield
-    except InputError as error:
-        raise InputError(str(error) if file is None else f"{file}: {error}") from None
