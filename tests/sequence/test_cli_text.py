@@ -107,11 +107,8 @@ BAD = [
     ("text", ["TABLE", "--embedding", "no-such-folder"], ["no-such-folder", "local folder"]),
     ("text", ["TABLE", "--gammas", "1,0"], ["[evaluation] gammas must be ascending"]),
     ("text", ["TABLE", "--gamma", "0,1"], ["[data] gamma must be a valid number"]),
-    ("text", ["TABLE", "--exit-agreements", "0.9"], ["--exit-agreements is gone: the git tag full"]),
     ("text", ["TABLE", "--validation", "0.6", "--test", "0.6"], ["must leave a share for training"]),
-    ("text", ["TABLE", "--model", "no/such-model", "--width", "3"], ["[model] width has no effect unless model is"]),
     ("text", ["ONE CLASS"], ["all the training texts are of one class, 'pos'"]),
-    ("text", ["CAPITALS"], ["no column 'label'; there are 'Text', 'Label'", "--label-column"]),
     ("text", ["TABLE", "--model", "WORDLESS"], ["wordless: holds no tokenizer"]),
     ("text", ["TABLE", "--model", "FOLDER"], ["folder: cannot be loaded as a transformers model"]),
     ("text", ["TABLE", "--model", "PICTURES"], ["cannot be loaded as a transformers model", "CLIPConfig", "…)"]),
@@ -122,7 +119,6 @@ BAD = [
     ("lm", ["INSTRUCTIONS", "--taps", "0,9"], ["taps must be a list of increasing depths between 0 and 2"]),
     ("lm", ["INSTRUCTIONS", "--taps", "0,1"], ["[model] taps must be at least two depths that end with the last, 2"]),
     ("lm", ["INSTRUCTIONS", "--inner-fraction", "0"], ["inner_fraction", "greater than 0"]),
-    ("lm", ["INSTRUCTIONS", "--width", "18"], ["--width is gone: the git tag full"]),
     ("lm", ["INSTRUCTIONS", "--model", "no/such-model"], ["no/such-model", "local folder", "--download"]),
 ]
 
@@ -167,14 +163,12 @@ def test_bad_input_is_one_line_and_leaves_nothing(
     write_table(labels / "train.tsv")
     (labels / "test.tsv").write_text("text\tlabel\na film\tmaybe\n")
     (source / "one.tsv").write_text("text\tlabel\n" + "a film\tpos\n" * 40)
-    write_table(source / "capitals.tsv", names=("Text", "Label"))
     places = {
         "TABLE": table,
         "INSTRUCTIONS": instructions,
         "FOLDER": source / "folder",
         "LABELS": labels,
         "ONE CLASS": source / "one.tsv",
-        "CAPITALS": source / "capitals.tsv",
     }
     for name, build in (("WORDLESS", save_without_tokenizer), ("PICTURES", save_for_pictures)):
         if name in words:
