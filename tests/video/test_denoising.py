@@ -28,7 +28,7 @@ from cdt_fast.video.settings import VideoSettings
 from cdt_fast.video.writing import CONTAINERS
 from tests.runs import Call
 from tests.tiny import scrolling_clip
-from tests.video.clips import Same, colored, denoised, encode
+from tests.video.clips import colored, denoised, encode
 
 
 def decoded(path: Path) -> tuple[np.ndarray, Fraction]:
@@ -51,7 +51,7 @@ def decoded(path: Path) -> tuple[np.ndarray, Fraction]:
 def test_the_output_plays_like_the_input(
     tmp_path: Path, suffix: str, count: int, height: int, width: int, rate: Fraction
 ) -> None:
-    """Same size, rate and frames, in order: odd sides, windows that do not fill up, fewer frames than one window."""
+    """Same size, rate and frames, in order: odd sides, windows that do not fill up, fewer frames than one patch."""
     frames = colored(count, height, width)
     source = encode(tmp_path / "in.mkv", frames, "ffv1", "bgr0", rate=rate)
     target = tmp_path / f"out{suffix}"
@@ -68,16 +68,8 @@ def test_the_output_plays_like_the_input(
     assert sorted(os.listdir(tmp_path)) == sorted(["in.mkv", target.name])
 
 
-def test_the_rest_of_a_video_is_filled_up_from_before(tmp_path: Path) -> None:
-    for count, lengths in ((13, [2, 2]), (3, [1])):  # of four frames each
-        model = Same()
-        np.save(tmp_path / "in.npy", scrolling_clip(count, 17, 23))
-        denoised(tmp_path / "in.npy", tmp_path / "out.mp4", model)
-        assert model.lengths == lengths
-        assert decoded(tmp_path / "out.mp4")[0].shape == (count, 17, 23, 3)
-
-
 def test_frames_are_those_of_the_model_in_every_plane_and_window(trained: Any) -> None:
+    """The last window, which two frames do not fill, begins with frames from before."""
     run, config = open_run(trained.constrained)
     model = DUST.from_pretrained(run.model)
     frames = colored(7, 11, 18)

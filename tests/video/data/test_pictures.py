@@ -84,10 +84,10 @@ def write_deep_png(path: Path, pixels: np.ndarray) -> None:
     header = struct.pack(">IIBBBBB", pixels.shape[1], pixels.shape[0], 16, kind, 0, 0, 0)
     rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in pixels)
     chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(rows)), (b"IEND", b""))
-    data = [
-        struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body)) for name, body in chunks
-    ]
-    path.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(data))
+    path.write_bytes(b"\x89PNG\r\n\x1a\n")
+    with path.open("ab") as file:
+        for name, body in chunks:
+            file.write(struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body)))
 
 
 @pytest.mark.parametrize("channels", [2, 3, 4])

@@ -311,9 +311,8 @@ def with_cover(path: Path) -> Path:
     start = data.index(b"moov") - 4
     size, header = (struct.unpack_from(">I", data, place)[0] for place in (start, start + 8))
     tracks = start + 8 + header
-    path.write_bytes(
-        data[:start] + struct.pack(">I", size + len(cover)) + data[start + 4 : tracks] + cover + data[tracks:]
-    )
+    larger = struct.pack(">I", size + len(cover))
+    path.write_bytes(data[:start] + larger + data[start + 4 : tracks] + cover + data[tracks:])
     return path
 
 
