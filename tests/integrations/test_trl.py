@@ -34,9 +34,8 @@ def trainer_for(folder: Path, **changes: Any) -> Any:
     words = Tokenizer(models.WordLevel({"<pad>": 0, "<bos>": 1, "<eos>": 2}, unk_token="<pad>"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")
     model = changes.pop("model", None) or language_model()
-    data = datasets.Dataset.from_list(
-        [{name: row[name].tolist() for name in ("input_ids", "labels")} for row in rows()]
-    )
+    entries = [{name: row[name].tolist() for name in ("input_ids", "labels")} for row in rows()]
+    data = datasets.Dataset.from_list(entries)
     settings = {**SETTINGS, "bf16": False, "max_steps": 4, "gradient_checkpointing": False}
     settings |= {"dataset_kwargs": {"skip_prepare_dataset": True}, "per_device_eval_batch_size": 8}
     return with_descent(in_order(trl.SFTTrainer))(

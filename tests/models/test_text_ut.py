@@ -60,13 +60,14 @@ def written_logits(model: models.TextUT, vectors: Tensor) -> list[Tensor]:
     return logits
 
 
-def written_batch(model: models.TextUT, vectors: list[Tensor]) -> Tensor:
-    """Return the logits `[L+1, B, classes]`."""
+def written_batch(model: models.TextUT, tokens: Tensor) -> Tensor:
+    """Return the logits `[L+1, B, classes]` of texts of `LENGTHS`."""
+    vectors = [model.embedding.weight[row[:length]] for row, length in zip(tokens, LENGTHS, strict=True)]
     return torch.stack([torch.stack(written_logits(model, text)) for text in vectors], 1)
 
 
 def written_losses(model: models.TextUT, tokens: Tensor) -> Tensor:
-    logits = written_batch(model, [model.embedding.weight[row[:n]] for row, n in zip(tokens, LENGTHS, strict=True)])
+    logits = written_batch(model, tokens)
     log_sum = torch.log(torch.exp(logits).sum(-1))
     return (log_sum - logits[:, range(3), LABELS]).mean(1)
 
@@ -74,7 +75,7 @@ def written_losses(model: models.TextUT, tokens: Tensor) -> Tensor:
 @pytest.mark.parametrize("options", CASES)
 def test_the_logits_of_every_depth_are_those_of_the_formula(options: dict[str, Any]) -> None:
     model, tokens = made(**options), ids()
-    expected = written_batch(model, [model.embedding.weight[row[:n]] for row, n in zip(tokens, LENGTHS, strict=True)])
+    expected = written_batch(model, tokens)
     found = model.depth_logits(tokens, lengths=LENGTHS)
     torch.testing.assert_close(torch.stack(found), expected, rtol=1e-11, atol=1e-12)
     for depth, logits in enumerate(found):

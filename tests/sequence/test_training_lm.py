@@ -80,26 +80,21 @@ def test_the_losses_of_a_step_and_their_gradient_are_those_of_an_eager_loop(
 ) -> None:
     """A step as the loop takes it, against logits of every depth: in float32, and in float64 for what is true."""
     config = settings_for(source, **changes)
-    run = RunFolder.create(tmp_path / "run", config)
-    trainer = new_trainer(run, config)
+    trainer = new_trainer(RunFolder.create(tmp_path / "run", config), config)
     inputs, targets, seeds = trainer.workload.batch(trainer._micro_batches()[0], torch.device("cpu"))
     assert len({int(length) for length in inputs[1].sum(-1)}) > 1  # unequal lengths, so that there is padding
-    trainer.workload.save_model(run.model)
+    trainer.workload.save_model(trainer.folder.model)
     weights = torch.linspace(-0.5, 1.5, trainer.workload.num_constraints + 1)
     total, losses = trainer.losses(inputs, targets, seeds, weights)
     total.backward()
     for dtype in (torch.float32, torch.float64):
-        model = transformers.AutoModelForCausalLM.from_pretrained(run.model, dtype=dtype).train()
+        model = transformers.AutoModelForCausalLM.from_pretrained(trainer.folder.model, dtype=dtype).train()
         output = model(input_ids=inputs[0], attention_mask=inputs[1], output_hidden_states=True)
         # The last of transformers' hidden states is normed already.
         states = [*map(model.model.norm, output.hidden_states[:-1]), output.hidden_states[-1]]
         depths = range(len(states)) if config.model.taps is None else config.model.taps
-        expected = torch.stack(
-            [
-                torch.nn.functional.cross_entropy(model.lm_head(states[depth])[:, :-1].mT, targets[:, 1:])
-                for depth in depths
-            ]
-        )
+        logits = [model.lm_head(states[depth])[:, :-1].mT for depth in depths]
+        expected = torch.stack([torch.nn.functional.cross_entropy(each, targets[:, 1:]) for each in logits])
         torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0, check_dtype=False)
         (weights.to(dtype) * expected).sum().backward()
         for (name, right), found in zip(model.named_parameters(), trainer.model.parameters(), strict=True):
@@ -111,9 +106,8 @@ def test_the_losses_of_a_step_and_their_gradient_are_those_of_an_eager_loop(
 
 def test_a_signal_and_resume_by_the_command_line_change_no_bit(source: Path, tmp_path: Path, call: Call) -> None:
     """Weights, multipliers, the optimizer's state, the kept model, what was logged, and the evaluation."""
-    words = words_of_command(
-        TINY_LANGUAGE, model=write_language_model(tmp_path / "llama"), gamma=0.3, accumulate=2, batch=3
-    )
+    model = write_language_model(tmp_path / "llama")
+    words = words_of_command(TINY_LANGUAGE, model=model, gamma=0.3, accumulate=2, batch=3)
     assert call("train", "lm", source, *words, "--out", tmp_path / "whole").status == 0
     with signal_after(signal.SIGTERM, 6):
         answer = call("train", "lm", source, *words, "--out", tmp_path / "parts")
@@ -158,8 +152,7 @@ def test_long_sequences_are_cut_and_those_without_an_answer_left_out(source: Pat
     source.write_text(json.dumps(entries))
     config = settings_for(source, steps=1)
     data = load_data(config)
-    run = RunFolder.create(tmp_path / "run", config)
-    trainer = new_trainer(run, config)
+    trainer = new_trainer(RunFolder.create(tmp_path / "run", config), config)
     short = [entry for entry in data.train if "please" not in entry.instruction]
     assert trainer.workload.training_samples == len(short) < len(data.train)
     workload: Any = trainer.workload
@@ -174,8 +167,8 @@ def test_long_sequences_are_cut_and_those_without_an_answer_left_out(source: Pat
     assert inputs.shape[0] == 2
     assert inputs.shape[1:] == targets.shape
     counted = targets[0][targets[0] != -100].tolist()
-    trainer.workload.save_model(run.model)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(run.model)
+    trainer.workload.save_model(trainer.folder.model)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(trainer.folder.model)
     assert tokenizer.decode(counted) == f"{short[0].output}{tokenizer.eos_token}"
     assert trainer.workload.count(0) == len(counted)
     with pytest.raises(InputError, match=r"train instructions.*all tokens are masked.*--max-tokens"):

@@ -62,14 +62,13 @@ def test_a_reference_is_at_most_the_loss_of_a_guess(
     rows = [(text, label if number % 3 or classes == 2 else "new") for number, (text, label) in enumerate(reviews(80))]
     (tmp_path / "reviews.tsv").write_text("\n".join("\t".join(row) for row in [("text", "label"), *rows]))
     config = settings_for(tmp_path / "reviews.tsv", reference=reference)
-    run = RunFolder.create(tmp_path / "run", config)
-    trainer = new_trainer(run, config)
+    trainer = new_trainer(RunFolder.create(tmp_path / "run", config), config)
     assert trainer.constraints.options.reference == pytest.approx(used)
     said = [note for note in trainer.notes() if "is above the loss of a guess" in note]
     expected = f"note: --reference 0.9 is above the loss of a guess, {used:.4g}, which is used instead"
     assert said == [expected] * (used < reference)
     trainer.run(progress=False)
-    evaluation = evaluated(run, config)
+    evaluation = evaluated(trainer.folder, config)
     assert evaluation["violation"][1] == pytest.approx(evaluation["layer_loss"][1] - 0.9 * used)
 
 
@@ -89,8 +88,7 @@ def test_a_step_is_that_of_the_lagrangian_written_out(tmp_path: Path, monkeypatc
     """Noise, losses by depth, weights and update of one step, without the trainer's own pieces."""
     table = write_table(tmp_path / "reviews.tsv")
     config = settings_for(table, warmup_epochs=0, schedule="constant", batch=4, accumulate=2)
-    run = RunFolder.create(tmp_path / "run", config)
-    trainer = new_trainer(run, config)
+    trainer = new_trainer(RunFolder.create(tmp_path / "run", config), config)
     trainer.constraints.multipliers.copy_(torch.tensor([0.0, 0.5, 2.0]))
     model = trainer.model
     weights = {name: value.clone() for name, value in model.state_dict().items()}
