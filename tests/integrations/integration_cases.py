@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+
+from tests.models import layer_loss_cases
 
 VOCABULARY, LAYERS, ROWS, LENGTH = 50, 2, 8, 6
 RATE, REFERENCE = 0.3, 3.0
@@ -55,11 +56,7 @@ def stacked(batch: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
 def eager_losses(model: Any, batch: dict[str, Tensor]) -> Tensor:
     """Return the mean cross-entropy of each depth, `[3]`, differentiable."""
     model = model.get_base_model() if hasattr(model, "get_base_model") else model  # of peft
-    output = model.model(input_ids=batch["input_ids"], output_hidden_states=True)
-    states = [*(model.model.norm(state) for state in output.hidden_states[:-1]), output.last_hidden_state]
-    targets = batch["labels"][:, 1:].flatten()
-    logits = [model.lm_head(state)[:, :-1].flatten(0, 1) for state in states]
-    return torch.stack([nn.functional.cross_entropy(scores, targets) for scores in logits])
+    return layer_loss_cases.eager_losses("llama", model, batch)
 
 
 def expected_run(
@@ -114,12 +111,3 @@ def evaluated(trainer: Any) -> Tensor:
     """Return the losses by depth, `[3]`, of an evaluation."""
     metrics = trainer.evaluate()
     return torch.tensor([metrics[f"eval_layer_loss_{depth}"] for depth in range(3)], dtype=torch.float64)
-
-
-def adapted(**options: Any) -> Any:
-    """Return the language model with adapters of peft that are not zero at first; skip the test without peft."""
-    peft: Any = pytest.importorskip("peft", reason="the package 'peft' is not installed")
-    model = language_model()
-    torch.manual_seed(3)
-    settings = peft.LoraConfig(r=2, init_lora_weights=False, task_type="CAUSAL_LM", **options)
-    return peft.get_peft_model(model, settings).double()

@@ -13,7 +13,6 @@ from tests.integrations.integration_cases import (
     ASCENT,
     LEARNING_RATE,
     SETTINGS,
-    adapted,
     assert_same_weights,
     evaluated,
     expected_run,
@@ -22,6 +21,7 @@ from tests.integrations.integration_cases import (
     logged,
     rows,
 )
+from tests.models.layer_loss_cases import adapted
 
 trl: Any = pytest.importorskip("trl", reason="the package 'trl' is not installed")
 datasets: Any = pytest.importorskip("datasets", reason="the package 'datasets' is not installed")
@@ -70,10 +70,10 @@ def test_another_loss_is_refused(tmp_path: Path) -> None:
 
 def test_a_copy_of_the_head_is_trained_as_the_loop_written_out_trains_it(tmp_path: Path) -> None:
     # A low-rank adapter on the head SFTTrainer refuses by itself.
-    options: dict[str, Any] = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
-    trainer = trainer_for(tmp_path, model=adapted(**options))
+    options = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"], "task_type": "CAUSAL_LM"}
+    trainer = trainer_for(tmp_path, model=adapted(language_model(), **options))
     trainer.train()
-    multipliers, _, weights = expected_run([[0, 1], [2, 3], [4, 5], [6, 7]], model=adapted(**options))
+    multipliers, _, weights = expected_run([[0, 1], [2, 3], [4, 5], [6, 7]], model=adapted(language_model(), **options))
     torch.testing.assert_close(trainer.constraints.multipliers, multipliers[-1], rtol=0, atol=1e-7)
     assert_same_weights(trainer.model, weights)
     trained = [name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad]

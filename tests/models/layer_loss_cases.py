@@ -128,6 +128,13 @@ def build(name: str, **changes: Any) -> Any:
     return model.eval()
 
 
+def adapted(model: Any, **options: Any) -> Any:
+    """Add a low-rank adapter that is not zero at first; `options` say on what."""
+    peft: Any = pytest.importorskip("peft", reason="the package 'peft' is not installed")
+    torch.manual_seed(3)
+    return peft.get_peft_model(model, peft.LoraConfig(r=2, init_lora_weights=False, **options)).double().eval()
+
+
 def inputs_of(name: str) -> dict[str, Tensor]:
     return rows(name) if name in CLASSIFIERS else tokens()
 

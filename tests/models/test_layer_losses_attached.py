@@ -26,6 +26,7 @@ from tests.models.layer_loss_cases import (
     OWN_LOSS,
     VOCABULARY,
     WEIGHTS,
+    adapted,
     build,
     check,
     expected,
@@ -336,13 +337,6 @@ PEFT = {
     "classifier": ("roberta", {"target_modules": ["query"]}),
     "a copy of a classifier's head": ("roberta", {"target_modules": ["query"], "task_type": "SEQ_CLS"}),
 }
-
-
-def adapted(model: Any, **options: Any) -> Any:
-    """Add a low-rank adapter that is not zero at first; `options` say on what."""
-    peft: Any = pytest.importorskip("peft", reason="the package 'peft' is not installed")
-    torch.manual_seed(3)
-    return peft.get_peft_model(model, peft.LoraConfig(r=2, init_lora_weights=False, **options)).double().eval()
 
 
 @pytest.mark.parametrize("attached", ["before", "after"])

@@ -16,6 +16,7 @@ from tests.runs import Call
 from tests.tiny import words_of_command
 from tests.tiny_text import TINY_LANGUAGE, TINY_TEXT, write_instructions, write_language_model, write_table
 
+transformers = pytest.importorskip("transformers")
 TEXT = words_of_command(TINY_TEXT)
 _OF_CONSTRAINTS = tuple(f"--{name.replace('_', '-')}=" for name in TINY_TEXT["constraints"])
 
@@ -124,7 +125,6 @@ BAD = [
 
 
 def save_without_tokenizer(folder: Path) -> Path:
-    transformers = pytest.importorskip("transformers")
     if int(transformers.__version__.split(".")[0]) < 5:
         pytest.importorskip("google.protobuf")  # without it these versions name it as the reason
 
@@ -135,8 +135,6 @@ def save_without_tokenizer(folder: Path) -> Path:
 
 def save_for_pictures(folder: Path) -> Path:
     """Save a model of texts and pictures, which is no classifier, with a tokenizer that can be read."""
-    transformers = pytest.importorskip("transformers")
-
     folder.mkdir()
     (folder / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\na\nfilm\n")
     transformers.BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder)

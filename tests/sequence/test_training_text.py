@@ -22,6 +22,7 @@ from tests.runs import assert_same_runs, evaluated, load_data, new_trainer, sett
 from tests.tiny_text import TINY_TEXT, reviews, write_table
 from tests.training.training_cases import train_until_killed
 
+transformers = pytest.importorskip("transformers")
 ENCODER = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
 ENCODER["max_position_embeddings"] = 24
 settings_for = functools.partial(settings_of, "text", TINY_TEXT)
@@ -30,7 +31,6 @@ settings_for = functools.partial(settings_of, "text", TINY_TEXT)
 @pytest.fixture(scope="session")
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a tiny BERT of random weights and a tokenizer of the words of `reviews`."""
-    transformers = pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("encoder")
     words = sorted({word for text, _ in reviews(200) for word in text.split()})
     (folder / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words]) + "\n")
@@ -113,7 +113,7 @@ def test_a_step_is_that_of_the_lagrangian_written_out(tmp_path: Path, monkeypatc
 
 def logits_of(model: Any, folder: Path, texts: list[str]) -> torch.Tensor:
     """Return the logits of texts by transformers alone, with the tokenizer in `folder`."""
-    tokenizer = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     with torch.no_grad():
         return model(**tokenizer(texts, padding=True, truncation=True, max_length=12, return_tensors="pt")).logits
 
@@ -125,7 +125,6 @@ def test_an_encoder_is_fine_tuned_and_comes_back(tmp_path: Path, encoder: Path) 
     assert evaluation["layers"] == 2
     assert evaluation["layer_loss"][-1] < 0.3
     assert evaluation["accuracy"][0] > 0.9
-    transformers = pytest.importorskip("transformers")
     loaded = transformers.AutoModelForSequenceClassification.from_pretrained(run.model)
     assert loaded.config.id2label == {0: "neg", 1: "pos"}
     assert "keys_to_ignore_at_inference" not in read_json(run.model / "config.json")
@@ -148,7 +147,6 @@ LIMITS = [
 def test_the_limits_of_an_encoder_are_told_before_training(
     tmp_path: Path, encoder: Path, kind: str, changes: dict[str, Any], options: dict[str, Any], message: str
 ) -> None:
-    transformers = pytest.importorskip("transformers")
     sizes = {**ENCODER, "vocab_size": len((encoder / "vocab.txt").read_text().split())}
     config = getattr(transformers, f"{kind}Config")(**{"pad_token_id": 0, **sizes, **changes})
     getattr(transformers, f"{kind}Model")(config).save_pretrained(tmp_path / "limited")
@@ -164,7 +162,6 @@ def test_the_limits_of_an_encoder_are_told_before_training(
 
 
 def test_a_decoder_finds_the_end_of_a_text_whose_padding_it_has_no_embedding_of(tmp_path: Path, encoder: Path) -> None:
-    transformers = pytest.importorskip("transformers")
     sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 24, "eos_token_id": 3, "bos_token_id": None}
     words = (encoder / "vocab.txt").read_text().split()
     folder = tmp_path / "decoder"
@@ -202,7 +199,6 @@ def test_words_and_embeddings_are_taken_from_a_pretrained_model(tmp_path: Path, 
 
 
 def test_the_classes_of_a_checkpoint_keep_their_order(tmp_path: Path, encoder: Path) -> None:
-    transformers = pytest.importorskip("transformers")
     made = tmp_path / "classifier"
     names = {0: "POS", 1: "NEG"}
     model = transformers.AutoModelForSequenceClassification.from_pretrained(encoder, num_labels=2, id2label=names)
