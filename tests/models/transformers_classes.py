@@ -197,29 +197,21 @@ def _handed_on(layers: Any) -> Iterator[None]:
 
 def judge(name: str) -> Verdict:
     """Attach layer losses to a model of the class, and compare those of all depths with the truth."""
+    failed = NOT_BUILT
     try:
         with torch.device("meta"):
             model = build(name)
-    except Exception as error:
-        return Verdict(name, NOT_BUILT, _line(error))
-    try:
         attach_layer_losses(model)  # reads no weights
         model = build(name)
         inputs = inputs_of(name, model)
         with torch.no_grad():
             own = model(**inputs).loss.item()
-    except InputError as error:
-        return Verdict(name, REFUSED, _line(error))
-    except Exception as error:
-        return Verdict(name, NOT_BUILT, _line(error))
-    handle = attach_layer_losses(model)
-    try:
-        with torch.no_grad():
+            handle, failed = attach_layer_losses(model), WRONG
             losses = model(**inputs).layer_losses.tolist()
     except InputError as error:
         return Verdict(name, REFUSED, _line(error))
     except Exception as error:
-        return Verdict(name, WRONG, _line(error))
+        return Verdict(name, failed, _line(error))
     handle.remove()
     truth = true_losses(model, inputs)
     error = max(abs(loss / true - 1) for loss, true in zip([*losses, losses[-1]], [*truth, own], strict=True))
