@@ -21,6 +21,10 @@ from cdt_fast.models.transformers_weights import load_complete, named_errors
 from cdt_fast.ops.common import LayerwiseLosses, check_shape, check_tensor, check_together
 
 ACTIVATIONS = ("gelu", "gelu_new", "relu", "silu")
+# Arguments, by the names that transformers' ViTConfig has for them.
+_CONFIGURED = {"layers": "num_hidden_layers", "width": "hidden_size", "heads": "num_attention_heads"}
+_CONFIGURED |= {"feedforward_width": "intermediate_size", "activation": "hidden_act"}
+_CONFIGURED |= {"bias": "qkv_bias", "epsilon": "layer_norm_eps"}
 
 
 class DenoisingViT(PretrainedModel):
@@ -82,20 +86,10 @@ class DenoisingViT(PretrainedModel):
         self.feedforward_width = check_integer("feedforward_width", inner, 1)
         self.activation = check_choice("activation", activation, ACTIVATIONS)
         self.bias, self.epsilon = bool(bias), check_positive("epsilon", epsilon)
-        configuration = transformers.ViTConfig(
-            hidden_size=self.width,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self.heads,
-            intermediate_size=self.feedforward_width,
-            hidden_act=self.activation,
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-            layer_norm_eps=self.epsilon,
-            qkv_bias=self.bias,
-            image_size=[side * count for count in self.grid],
-            patch_size=side,
-            num_channels=1,
-        )
+        own = {theirs: getattr(self, name) for name, theirs in _CONFIGURED.items()}
+        frames = {"image_size": [side * count for count in self.grid], "patch_size": side, "num_channels": 1}
+        dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        configuration = transformers.ViTConfig(**own, **frames, **dropout)
         self.vit = transformers.ViTModel(configuration, add_pooling_layer=False)
         self.readout = nn.Linear(self.width, self.patch_size)
         nn.init.trunc_normal_(self.readout.weight, std=0.02)
@@ -104,8 +98,7 @@ class DenoisingViT(PretrainedModel):
     @property
     def config(self) -> dict[str, Any]:
         """Return the constructor's arguments."""
-        names = ("patch_size", "layers", "width", "heads", "feedforward_width", "activation", "bias", "epsilon")
-        return {"grid": list(self.grid), **{name: getattr(self, name) for name in names}}
+        return {"grid": list(self.grid), **{name: getattr(self, name) for name in ("patch_size", *_CONFIGURED)}}
 
     @classmethod
     def from_pretrained(
@@ -141,17 +134,8 @@ class DenoisingViT(PretrainedModel):
             return super().from_pretrained(folder)
         mean, std = check_number("pixel_mean", pixel_mean), check_positive("pixel_std", pixel_std)
         vit, side, trained_grid = _load_vit(str(folder))
-        model = cls(
-            side * side,
-            trained_grid if grid is None else grid,
-            vit.config.num_hidden_layers,
-            width=vit.config.hidden_size,
-            heads=vit.config.num_attention_heads,
-            feedforward_width=vit.config.intermediate_size,
-            activation=vit.config.hidden_act,
-            bias=vit.config.qkv_bias,
-            epsilon=vit.config.layer_norm_eps,
-        )
+        own = {name: getattr(vit.config, theirs) for name, theirs in _CONFIGURED.items()}
+        model = cls(side * side, trained_grid if grid is None else grid, **own)
         weights = vit.state_dict()
         weights.pop("embeddings.mask_token", None)
         patches, positions = "embeddings.patch_embeddings.projection.", "embeddings.position_embeddings"
