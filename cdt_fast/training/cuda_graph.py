@@ -35,7 +35,8 @@ class CudaGraphs:
     def capture(self, work: Callable[[], Any]) -> Callable[[], Any]:
         """Record the work without doing it, and wait for that. What is returned does it again, on the same tensors."""
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(self._device), torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+        # Of this thread alone: another one, such as a loader's that pins memory, would end the capture.
+        with torch.cuda.device(self._device), torch.cuda.graph(graph, self._pool, self._stream, "thread_local"):
             result = work()
 
         def replay() -> Any:
