@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 import cdt_fast
-from cdt_fast.ops.common import cpu_has_bf16_products, explain
+from cdt_fast.ops import common, layerwise_reconstruction_loss
 
 # Packages and the extra that brings each.
 _OPTIONAL = {"triton": "", "av": "video", "pillow": "video", "matplotlib": "report"}
@@ -18,22 +19,51 @@ _OPTIONAL |= {name: name for name in ("transformers", "peft", "trl", "lightning"
 
 def collect() -> dict[str, Any]:
     """Return facts by name, words and numbers only."""
-    gpu = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
-    bf16 = "bfloat16 with float32 weights by default; a step of video is one CUDA graph"
+    device = _said(_gpu, "cpu")
+    narrow = device.startswith("cuda") and torch.cuda.is_bf16_supported(False)
     facts: dict[str, Any] = {
         "cdt_fast": cdt_fast.__version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "device": f"cuda: {gpu.name}, {gpu.total_memory / 2**30:.0f} GiB" if gpu else "cpu (torch finds no CUDA GPU)",
-        "training computes in": bf16 if gpu and torch.cuda.is_bf16_supported(False) else "float32 by default",
-        "ops run on": explain(),
+        "device": device,
+        "training computes in": "bfloat16 and float32 weights by default" if narrow else "float32 by default",
+        "ops run on": _said(common.explain),
         "CPU threads": torch.get_num_threads(),
         "CPU instructions": torch.backends.cpu.get_cpu_capability(),
-        "CPU bf16 products": "yes" if cpu_has_bf16_products() else "no: bf16 will be slow on this processor",
+        "CPU bf16 products": "yes" if common.cpu_has_bf16_products() else "no: bf16 will be slow on this processor",
     }
+    if facts["ops run on"].startswith("triton"):
+        facts["a kernel"] = _said(_launch)
     for package, extra in _OPTIONAL.items():
         try:
             facts[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             facts[package] = "not installed" + f" (extra: {extra})" * bool(extra)
     return facts
+
+
+def _said(ask: Callable[[], str], otherwise: str = "failed") -> str:
+    """Return the answer, or the error: a machine where something is wrong is what this is for."""
+    try:
+        return ask()
+    except Exception as error:
+        return f"{otherwise}: {common.words_of(error)}"
+
+
+def _gpu() -> str:
+    if torch.version.cuda is None and torch.version.hip is None:
+        return "cpu: this torch is built for CPUs; pip install one for CUDA, pytorch.org/get-started"
+    torch.cuda.init()  # an error says whether there is no GPU, no driver, or too old a driver
+    gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return f"cuda: {gpu.name}, {gpu.total_memory / 2**30:.0f} GiB"
+
+
+def _launch() -> str:
+    """Launch a small kernel, and say whether it computes what plain torch does."""
+    x = torch.linspace(-1, 1, 4096, device="cpu" if common.interpreting() else "cuda").view(64, 64)
+    found = []
+    for backend in ("triton", "torch"):
+        with common.use_backend(backend):
+            found.append(layerwise_reconstruction_loss([x], x.flip(0)).total.item())
+    verdict = "agrees with plain torch" if abs(found[0] / found[1] - 1) < 1e-5 else "is WRONG here"
+    return f"{verdict}: {found[0]:.6g}, in plain torch {found[1]:.6g}"

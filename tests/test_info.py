@@ -41,5 +41,33 @@ def test_info_says_whose_blocks_a_gpu_takes(spec: common.GpuSpec, words: str, mo
     monkeypatch.setattr(common, "interpreting", lambda: False)
     monkeypatch.setattr(common, "unsupported_reason", lambda device, dtype: None)
     monkeypatch.setattr(common, "spec_of", lambda device: spec)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    assert info.explain().startswith(f"triton ({words} of shared memory")
+    assert common.explain().startswith(f"triton ({words} of shared memory")
+
+
+@pytest.mark.parametrize(
+    ("cuda", "words"),
+    [(None, "this torch is built for CPUs; pip"), ("13.0", "driver on your system is too old (found version 11040)")],
+)
+def test_info_says_why_there_is_no_gpu(cuda: str | None, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def init() -> None:
+        raise RuntimeError(words)
+
+    monkeypatch.setattr(torch.cuda, "init", init)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    assert info.collect()["device"].startswith("cpu: ")
+    assert words in info.collect()["device"]
+
+
+@pytest.mark.parametrize("outcome", ["agrees with plain torch: 85.35", "is WRONG here: 87.35", "them, install gcc"])
+def test_info_launches_a_kernel(outcome: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cdt_fast.kernels import layerwise_reconstruction_loss as kernels
+
+    def forward(depths: list[torch.Tensor], target: torch.Tensor, *_: Any) -> torch.Tensor:
+        if "gcc" in outcome:
+            raise RuntimeError("Failed to find C compiler.")
+        return (depths[0] - target).square().sum().view(1) + 128 * ("WRONG" in outcome)
+
+    monkeypatch.setattr(kernels, "forward", forward)
+    monkeypatch.setattr(common, "unavailable_reason", lambda: None)
+    monkeypatch.setattr(common, "interpreting", lambda: True)
+    assert outcome in info.collect()["a kernel"]

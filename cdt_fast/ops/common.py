@@ -105,8 +105,7 @@ def unavailable_reason() -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed: pip install triton"
     if triton_version() < OLDEST_TRITON:
-        found, oldest = (".".join(map(str, version)) for version in (triton_version(), OLDEST_TRITON))
-        return f"Triton {found} is too old: {oldest} or newer is needed"
+        return "Triton {}.{} is too old: {}.{} or newer is needed".format(*triton_version(), *OLDEST_TRITON)
     if interpreting():
         return None
     if torch.version.hip is not None:
@@ -162,12 +161,10 @@ def blocks_for(table: BlockTable, tensor: Tensor, size: int = 0, multiplies: boo
         if row is None:
             raise ValueError(f"no block of this kernel holds {size}")
     # Triton's default for fusing products and sums differs between versions.
-    options: dict[str, Any] = {"enable_fp_fusion": True, **row}
-    if multiplies:
-        options["PRECISION"] = dot_precision(tensor.dtype)
-    if 100 <= card_of(tensor).capability < 120 and triton_version() < (3, 6):
-        options["num_stages"] = 1  # its compiler fails on pipelined loops with two products
-    return options
+    precision = {"PRECISION": dot_precision(tensor.dtype)} if multiplies else {}
+    # For a B200, the compiler of Triton 3.5 fails on pipelined loops with two products.
+    fails = 100 <= card_of(tensor).capability < 120 and triton_version() < (3, 6)
+    return {"enable_fp_fusion": True, **precision, **row, **({"num_stages": 1} if fails else {})}
 
 
 def dot_precision(dtype: torch.dtype) -> str:
@@ -263,48 +260,49 @@ def or_plain_torch(op: str, tensor: Tensor) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if _setting == "triton" or interpreting() or not (_from_the_compiler(error) or _from_the_start(error, key)):
+        memory = isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(
+            error
+        )  # Triton's is a RuntimeError
+        first = key not in _worked and not memory and not isinstance(error, (InputError, TypeError))
+        if _setting == "triton" or interpreting() or not (first or _from_the_compiler(error)):
             raise
         if key not in _disabled:
             _disabled.add(key)
-            words = f"{type(error).__name__}: {error}"
-            reason = next(line.strip(" .") for line in reversed(words.splitlines()) if line.strip())
-            remedy = next((text for pattern, text in _REMEDIES.items() if re.search(pattern, words)), "")
             where = f"{str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"
-            text = f"{op} runs on plain torch from now on, in {where}: its kernels failed: {reason}"
-            text += f". To run them, {remedy}" * bool(remedy)
+            text = f"{op} runs on plain torch from now on, in {where}: its kernels failed: {words_of(error)}"
             warnings.warn(text, RuntimeWarning, 3)
     else:
         _worked.update([key] * bool(tensor.numel()))  # of an empty tensor nothing is launched
 
 
-def _from_the_start(error: BaseException, key: tuple[str, torch.dtype, torch.device]) -> bool:
-    """Return whether no kernel has worked yet, and neither the call nor the memory is to blame."""
-    memory = "out of memory" in str(error)  # from Triton, a RuntimeError
-    return key not in _worked and not memory and not isinstance(error, (InputError, TypeError, torch.OutOfMemoryError))
+def words_of(error: BaseException) -> str:
+    """Return the last line of an error of Triton's, and the remedy if there is one."""
+    words = f"{type(error).__name__}: {error}"
+    reason = next(line.strip(" .") for line in reversed(words.splitlines()) if line.strip())
+    remedy = next((text for pattern, text in _REMEDIES.items() if re.search(pattern, words)), "")
+    return reason + f". To run them, {remedy}" * bool(remedy)
 
 
 def _from_the_compiler(error: BaseException) -> bool:
     from triton.compiler.errors import CompilationError
-    from triton.runtime import errors
+    from triton.runtime.errors import OutOfResources, PTXASError
 
-    kinds = tuple(getattr(errors, name) for name in ("OutOfResources", "PTXASError") if hasattr(errors, name))
-    return isinstance(error, (CompilationError, *kinds)) or _COMPILER_ERRORS.search(str(error)) is not None
+    return (
+        isinstance(error, (CompilationError, OutOfResources, PTXASError))
+        or _COMPILER_ERRORS.search(str(error)) is not None
+    )
 
 
 def explain() -> str:
     """Return which implementation runs now, and why, in one line."""
     if _setting == "torch":
         return "torch (chosen by use_backend)"
-    reason = unavailable_reason()
+    device = torch.device("cuda")
+    reason = unavailable_reason() or (None if interpreting() else unsupported_reason(device, torch.float32))
     if reason is not None:
         return f"torch ({reason})"
     if interpreting():
         return "triton (in its interpreter, on the CPU)"
-    device = torch.device("cuda", torch.cuda.current_device())
-    refused = unsupported_reason(device, torch.float32)
-    if refused is not None:
-        return f"torch ({refused})"
     card = spec_of(device)
     without = "; products of float32 on torch, as TF32 is off" if without_tensor_cores(torch.float32) else ""
     return f"triton (blocks for {card.family} cards, {card.shared_memory // 1024} KiB of shared memory{without})"
