@@ -16,8 +16,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), help="where to measure (cuda where there is a GPU)")
     parser.add_argument("--size", choices=SIZES, help="shapes of the cases: toy, or for a CPU or GPU (the device's)")
     parser.add_argument("--repeats", type=int, metavar="N", help="timed rounds of a case (5 to 25, some 8 seconds)")
-    out = "folder of the results files; a run adds to them (benchmarks)"
-    parser.add_argument("--out", default="benchmarks", metavar="DIR", help=out)
+    parser.add_argument("--quick", action="store_true", help="a few cases in about two minutes, and one table")
+    out = "folder of the results files; a run adds to them (benchmarks; with --quick none)"
+    parser.add_argument("--out", metavar="DIR", help=out)
 
 
 def main() -> int:

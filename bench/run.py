@@ -5,14 +5,16 @@ from __future__ import annotations
 import argparse
 import datetime
 import gc
+import os
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from cdt_fast.bench import results_file
-from cdt_fast.bench.document import case_as_text
+from cdt_fast.bench.document import case_as_text, quick_table
 from cdt_fast.bench.measure import measure
 from cdt_fast.bench.suites import SUITES
 from cdt_fast.checks import InputError, check_integer
@@ -28,26 +30,48 @@ def run_command(options: argparse.Namespace) -> int:
     size = options.size or ("gpu" if device.type == "cuda" else "cpu")
     if options.repeats is not None:
         check_integer("--repeats", options.repeats, 1)
-    suites = {name: list(SUITES[name](device, size)) for name in options.suite or SUITES}
-    chosen = [case for cases in suites.values() for case in cases if (options.case or "") in case.name]
+    for name in ("AUTOTUNE_NUM_CHOICES_DISPLAYED", "MAX_AUTOTUNE_REPORT_CHOICES_STATS"):
+        os.environ[f"TORCHINDUCTOR_{name}"] = "0"  # else torch.compile prints what its autotuning tries
+    parts = dict.fromkeys(SUITES, options.case or "")  # of the names of cases
+    if options.quick and not options.case:
+        dtype = "bfloat16" if device.type == "cuda" else "float32"
+        parts = {"step": "DUST tied", "cross_entropy": f"{dtype}, GPT2", "ops": f"unrolled_layer, {dtype}"}
+    suites = {name: list(SUITES[name](device, size)) for name in options.suite or parts}
+    chosen = [case for name in suites for case in suites[name] if parts.get(name, "") in case.name]
     if not chosen:
         (one, *_) = (case.name for cases in suites.values() for case in cases)
         raise InputError(f"--case is {options.case!r}, which is in no name of {', '.join(suites)}; one name is {one!r}")
     kept = device.type == "cpu" and disable_malloc_trim()
     machine = results_file.describe(device, "freed memory kept" if kept else "as it comes")
     run = {"machine": machine, "date": f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d %H:%M:%S}"}
+    options.out = options.out or "benchmarks" * (not options.quick)
     folder = Path(options.out)
     names = dict.fromkeys(case.suite for case in chosen)
     files = {name: results_file.open_file(folder, device.type, name, size, machine["name"]) for name in names}
-    options.hint = f"; what was measured so far is in {shlex.quote(str(folder))}"
+    options.hint = f"; what was measured so far is in {shlex.quote(str(folder))}" * bool(options.out)
+    if options.quick:
+        print(f"{len(chosen)} cases, about two minutes, most of it for torch.compile", file=sys.stderr)
+        options.repeats = options.repeats or 3
+    found = []
     torch.manual_seed(0)
     for number, case in enumerate(chosen, 1):
         print(f"{case.suite}, case {number} of {len(chosen)}: {case.name}", file=sys.stderr, flush=True)
-        measured = measure(case, device, options.repeats)
+        if options.quick:
+            few = (one for one in case.implementations if one.role != "peer" or one.name == "torch.compile")
+            case = replace(case, implementations=tuple(few))
+        found.append(measure(case, device, options.repeats))
         path, contents = files[case.suite]
-        results_file.add(contents, measured, run, [case.name for case in suites[case.suite]])
-        write_json(path, contents)
-        print(case_as_text(measured), flush=True)
+        results_file.add(contents, found[-1], run, [case.name for case in suites[case.suite]])
+        if options.out:
+            write_json(path, contents)
+        if not options.quick:
+            print(case_as_text(found[-1]), flush=True)
         gc.collect()  # the tensors of a case hang on closures that know each other
-    print("written to", ", ".join(str(path) for path, _ in files.values()))
+    if options.quick:
+        print(quick_table(found))
+    every = [one for case in found for one in case["implementations"].values()]
+    if missing := dict.fromkeys(one["reason"] for one in every if one["status"] == "unavailable"):
+        print("unavailable here:", "; ".join(missing))
+    if options.out:
+        print("written to", ", ".join(str(path) for path, _ in files.values()))
     return 0

@@ -29,8 +29,8 @@ def run(call: Call, folder: Path, suite: str, *more: object) -> Any:
     return call("bench", "--suite", suite, "--device=cpu", "--size=toy", "--repeats=2", f"--out={folder}", *more)
 
 
-def results(folder: Path, suite: str) -> dict[str, Any]:
-    (file,) = folder.glob(f"*-{suite}-toy.json")
+def results(folder: Path, suite: str, size: str = "-toy") -> dict[str, Any]:
+    (file,) = folder.glob(f"*-{suite}{size}.json")
     return json.loads(file.read_text(encoding="utf-8"))
 
 
@@ -61,9 +61,26 @@ def test_a_stopped_run_has_said_and_kept_what_it_knew(
     assert answer.status == 130
     assert "stopped by SIGINT; what was measured so far is in" in answer.err
     assert [case["case"] for case in results(tmp_path, "step")["cases"]] == ["three ones"]
-    assert "  peer: unavailable: no such package\n" in answer.out
     assert "  broken: failed: RuntimeError: no such kernel and a second line\n" in answer.out
     assert "  ours: wrong: differs from the formula by 2.0e+00" in answer.out
+
+
+def test_a_quick_run_is_one_table_and_leaves_no_file(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    peers = Implementation("torch.compile", "peer", unavailable), Implementation("torch.compile, tuned", "peer", fails)
+    case = case_of(EAGER, *peers, Implementation("cdt_fast", "ours", steady(1.0)), suite="step", name="DUST tied")
+    monkeypatch.setattr("cdt_fast.bench.run.SUITES", {"step": lambda *_: iter([case])})
+    answer = call("bench", "--quick", "--suite=step", "--device=cpu")
+    assert "about two minutes" in answer.err
+    _, _, row, missing = answer.out.splitlines()
+    assert [row.split()[number] for number in (0, 1, 4)] == ["DUST", "tied", "unavailable"]
+    assert missing == "unavailable here: no such package"
+    assert not list(tmp_path.iterdir())
+    call("bench", "--quick", "--suite=step", "--device=cpu", "--out=here")
+    (one,) = results(tmp_path / "here", "step", "")["cases"]
+    assert len(one["implementations"]["eager"]["seconds"]) == 3
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
