@@ -201,6 +201,7 @@ def unrolled_backward_kernel(
     COLUMNS: tl.constexpr,
     NONLINEARITY: tl.constexpr,
     PRECISION: tl.constexpr,
+    MERGED: tl.constexpr,  # dU Hᵀ is summed in the loop that computes dU: eight warps would spill a kilobyte
 ):
     begin, end = block_share(sequences, programs)
     first, row, exists, counts, _ = rows_of_sequences(begin, end, tokens, lengths, ROWS)
@@ -227,6 +228,7 @@ def unrolled_backward_kernel(
         upstream = load_rows(dz_next, row, counts, 0, NEXT_WIDTH, BLOCK_NEXT_WIDTH)
 
     residual_sum = tl.zeros((ROWS, BLOCK_WIDTH), tl.float32)
+    grad_attention = tl.zeros((ROWS, ROWS), tl.float32)
     for start in range(0, CODE_WIDTH, ATOMS):
         atoms = load_atoms(dictionary, start, CODE_WIDTH, WIDTH, BLOCK_WIDTH, ATOMS)
         update = tl.zeros((ROWS, ATOMS), tl.float32)
@@ -235,22 +237,26 @@ def unrolled_backward_kernel(
             if next_dictionary is not None:
                 following = load_atoms(next_dictionary, start, CODE_WIDTH, NEXT_WIDTH, BLOCK_NEXT_WIDTH, ATOMS)
             update = tl.dot(upstream, following, update, input_precision=PRECISION)
-        if grad_next_codes is not None:
-            dh_next = grad_next_codes + first * CODE_WIDTH
-            update += load_rows(dh_next, row, counts, start, CODE_WIDTH, ATOMS).to(tl.float32)
+        # Masked before they are added: else the product starts from dH⁺, which is then not copied ahead of its use.
+        active = exists[:, None]
         if NONLINEARITY != "identity":
-            h_next = load_rows(next_codes + first * CODE_WIDTH, row, counts, start, CODE_WIDTH, ATOMS)
-            update = tl.where(h_next != 0, update, 0.0)
+            active = load_rows(next_codes + first * CODE_WIDTH, row, counts, start, CODE_WIDTH, ATOMS) != 0
+        update = tl.where(active, update, 0.0)
+        if grad_next_codes is not None:
+            dh_next = load_rows(grad_next_codes + first * CODE_WIDTH, row, counts, start, CODE_WIDTH, ATOMS)
+            update += tl.where(active, dh_next, 0.0).to(tl.float32)
         low = update.to(grad_update.dtype.element_ty)
         store_rows(du, row, exists, start, low, CODE_WIDTH, ATOMS)
         residual_sum = tl.dot(low, tl.trans(atoms), residual_sum, input_precision=PRECISION)
+        if MERGED:
+            chunk = load_rows(codes + first * CODE_WIDTH, row, counts, start, CODE_WIDTH, ATOMS)
+            grad_attention = tl.dot(low, tl.trans(chunk), grad_attention, input_precision=PRECISION)
     store_rows(dr, row, exists, 0, residual_sum * step, WIDTH, BLOCK_WIDTH)
     # Asked for again, not kept: over the loop above this mask would cost up to 64 registers, and spill others.
     _, _, _, counts, visible = rows_of_sequences(begin, end, tokens, lengths, ROWS)
     tl.debug_barrier()
 
-    grad_attention = tl.zeros((ROWS, ROWS), tl.float32)
-    if grad_projection is not None and codes is not None:
+    if grad_projection is not None and codes is not None and not MERGED:
         # In a loop of its own, though it reads dU again: of two products in one loop the compiler gives all warps
         # the same rows, and with 64 rows and eight warps every one is computed by two.
         for start in range(0, CODE_WIDTH, ATOMS):
@@ -375,6 +381,7 @@ def backward(
             NEXT_WIDTH=next_width,
             BLOCK_NEXT_WIDTH=block_width(next_width),
             NONLINEARITY=name,
+            MERGED=codes is not None and needs_projection and blocks["num_warps"] == 4,
             **blocks,
         )
     grad_next = grad_next_projection if whole is None else whole

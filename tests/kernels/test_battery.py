@@ -100,6 +100,13 @@ def test_is_its_formula_with_the_blocks_of_the_card(name: str, device: torch.dev
     assert_as_precise_as_torch(given, dtype, device, draws=1, placed=Tensor.clone, products=F32)
 
 
+def test_a_layer_with_the_blocks_of_an_h200(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Of four warps: dU Hᵀ is summed in the loop that computes dU.
+    monkeypatch.setattr(common, "card_of", lambda tensor: common.CARDS["H200"])
+    given = drawn("unrolled_layer", "several tiles", leading=(7,), tokens=20, scale=0.02)
+    assert_as_precise_as_torch(given, torch.float16, device, draws=1, placed=between_nan, products=F32)
+
+
 @pytest.mark.parametrize(
     ("op", "options"),
     [
