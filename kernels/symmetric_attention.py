@@ -172,11 +172,13 @@ def packed_backward_kernel(
 def block_of_rows(tokens, blocks_per_sequence, lengths, ROWS: tl.constexpr):
     """Return this block's positions `[ROWS]` in its sequence, whose first row (int64) and how many tokens count."""
     sequence = tl.program_id(0) // blocks_per_sequence
-    position = (tl.program_id(0) % blocks_per_sequence) * ROWS + tl.arange(0, ROWS)
+    start = (tl.program_id(0) % blocks_per_sequence) * ROWS
+    position = start + tl.arange(0, ROWS)
     length = tokens
     if lengths is not None:
-        # Clamped before it is narrowed: a length may be of 64 bits.
-        length = tl.maximum(tl.minimum(tl.load(lengths + sequence), tokens), 0).to(tl.int32)
+        # Clamped before it is narrowed: a length may be of 64 bits. For rows that are all padding no token counts.
+        length = tl.minimum(tl.load(lengths + sequence), tokens)
+        length = tl.where(start < length, length, 0).to(tl.int32)
     return position, sequence.to(tl.int64) * tokens, length
 
 

@@ -231,6 +231,19 @@ def test_frozen_tensors_get_no_gradient_and_change_no_other(name: str, device: t
     assert_frozen_tensors_change_nothing(name, torch.float32, device, 1e-5)
 
 
+def test_rows_of_padding_read_no_key(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not common.interpreting():
+        pytest.skip("counts calls in the interpreter")
+    from cdt_fast.kernels import symmetric_attention as kernels
+
+    calls, scores = [], kernels.pair_scores
+    monkeypatch.setattr(kernels, "pair_scores", lambda *given: calls.append(given[4]) or scores(*given))
+    z = normal(1, 3, 200, 16).float().requires_grad_()
+    ops.symmetric_attention(z, lengths=torch.tensor([0, 5, 70])).sum().backward()
+    # Of 64 and then of 32 rows, against 32 keys and then 64: one block, and of 70 tokens two and three.
+    assert len(calls) == (1 + 2 * 3) + (1 + 3 * 2)
+
+
 def test_products_sum_in_float32(device: torch.device) -> None:
     # 4096 and then 64 chunks that add 1 each: float16 would stay at 4096, whose next neighbor is 4100.
     codes = torch.full((16, 1024), 1 / 16, dtype=torch.float16, device=device)
