@@ -61,8 +61,8 @@ PACKED_BACKWARD_BLOCKS = {
 # By the greater width, of z or of the values. No two warps compute the same products, except with 256 columns, where
 # what avoids it spills or does not fit.
 STREAMING_BLOCKS = {
-    "consumer": {128: _streaming(128, 64, 8, 2), 256: _streaming(64, 64, 8, 1)},
-    "ampere": {128: _streaming(128, 64, 8, 3), 256: _streaming(64, 64, 8, 2)},
+    "consumer": {128: _streaming(128, 64, 8, 2), 256: _streaming(64, 32, 8, 2)},
+    "ampere": {128: _streaming(128, 64, 8, 3), 256: _streaming(64, 32, 8, 3)},
     "hopper": {128: _streaming(128, 64, 8, 3), 256: _streaming(64, 64, 8, 2)},
     "float32": {64: _streaming(64, 32, 4, 2), 256: _streaming(32, 32, 4, 1)},
 }
@@ -73,6 +73,14 @@ STREAMING_BACKWARD_BLOCKS = {
     "ampere": {64: _streaming(64, 32, 4, 3), 128: _streaming(64, 64, 8, 2), 256: _streaming(32, 64, 8, 1)},
     "hopper": {64: _streaming(128, 64, 8, 2), 128: _streaming(128, 32, 8, 2), 256: _streaming(32, 64, 8, 2)},
     "float32": {64: _streaming(32, 64, 8, 1), 128: _streaming(16, 32, 4, 1), 256: _streaming(16, 16, 4, 1)},
+}
+# Of sequences of at most SHORT tokens, which larger tiles pad to up to 1.6 times the work. Float32 has a smaller one
+# already, and finds it first.
+SHORT = 192
+SHORT_BLOCKS = {family: {**rows, 128: _streaming(64, 32, 4, 2)} for family, rows in STREAMING_BLOCKS.items()}
+SHORT_BACKWARD_BLOCKS = {
+    **STREAMING_BACKWARD_BLOCKS,
+    "hopper": {**STREAMING_BACKWARD_BLOCKS["hopper"], 64: _streaming(64, 32, 4, 2)},
 }
 
 

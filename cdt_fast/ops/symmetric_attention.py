@@ -113,7 +113,8 @@ def _forward(
 
         with common.or_plain_torch("symmetric_attention", z):
             packed, keeps_remainder = _packed(z), _keeps_remainder(z, keeps)
-            table = kernels.PACKED_BLOCKS if packed else kernels.STREAMING_BLOCKS
+            long = kernels.STREAMING_BLOCKS if z.shape[1] > kernels.SHORT else kernels.SHORT_BLOCKS
+            table = kernels.PACKED_BLOCKS if packed else long
             blocks = common.blocks_for(table, z, z.shape[1] if packed else _widest(z, values))
             found = kernels.forward(z, values, lengths, scale, energy, packed, keeps_remainder, blocks)
             return found[0], found[1], z.new_empty(0) if found[2] is None else found[2]
@@ -165,7 +166,8 @@ def _gradients(
 
         with common.or_plain_torch("symmetric_attention", z):
             packed, remainder = _packed(z), kept if kept.dim() > 1 else None
-            table = kernels.PACKED_BACKWARD_BLOCKS if packed else kernels.STREAMING_BACKWARD_BLOCKS
+            long = kernels.STREAMING_BACKWARD_BLOCKS if z.shape[1] > kernels.SHORT else kernels.SHORT_BACKWARD_BLOCKS
+            table = kernels.PACKED_BACKWARD_BLOCKS if packed else long
             blocks = common.blocks_for(table, z, z.shape[1] if packed else _widest(z, values))
             tensors = grad_output, z, values, lengths, output, log_sum_exp, remainder
             needs_z, needs_values = needs
