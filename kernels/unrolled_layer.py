@@ -44,7 +44,7 @@ _blocks = block_shapes("ROWS", "ATOMS", "COLUMNS")
 # By the greater width, of the signal or of the next projection. Tiles of 128 rows spill, and tiles of float32 leave no
 # shared memory for the dictionary: float32 is for torch's own products.
 BLOCKS = {
-    "consumer": {128: _blocks(64, 32, 32, 4, 2), 256: _blocks(64, 32, 64, 8, 2)},
+    "consumer": {128: _blocks(64, 32, 32, 4, 2), 256: _blocks(64, 32, 32, 8, 2)},
     "ampere": {64: _blocks(64, 64, 32, 4, 2), 256: _blocks(64, 64, 64, 8, 2)},
     "hopper": {64: _blocks(64, 64, 32, 4, 3), 256: _blocks(64, 64, 32, 8, 2)},
 }
