@@ -50,7 +50,7 @@ TASKS = {
         "train a language model on instructions with answers, then evaluate it on held-out ones",
         (
             "alpaca_data.json --model path/to/llama --out runs/lm",
-            "alpaca_data.json --model path/to/llama --taps 0,8,16,24,32 --inner-fraction 0.125",
+            "alpaca_data.json --model path/to/llama --taps 0,8,16,24,32",
         ),
         "cdt_fast.sequence.language",
     ),

@@ -38,7 +38,7 @@ class DescentCallback(_Callback):
 
     Args:
         constraints: a DescentConstraints, or a dictionary of its options, which a `preset` in it completes.
-        unconstrained_steps, taps, inner_fraction: as for `with_descent`.
+        unconstrained_steps, taps: as for `with_descent`.
         model: the name of the transformers model inside of the LightningModule.
 
     Raises:
@@ -53,12 +53,11 @@ class DescentCallback(_Callback):
         *,
         unconstrained_steps: int = 0,
         taps: Sequence[int] | None = None,
-        inner_fraction: float = 1.0,
         model: str = "model",
     ) -> None:
         require("lightning.pytorch", "lightning", "DescentCallback")
         super().__init__()
-        self._given, self._model_name, self._taps, self._inner_fraction = constraints, model, taps, inner_fraction
+        self._given, self._model_name, self._taps = constraints, model, taps
         self._unconstrained_steps = check_integer("unconstrained_steps", unconstrained_steps, 0)
         self._constraints: DescentConstraints | None = None
         self._layer_losses: LayerLosses | None = None
@@ -99,7 +98,7 @@ class DescentCallback(_Callback):
                 f"model must name the transformers model inside of the {type(pl_module).__name__}, got "
                 f"{self._model_name!r}; it holds {[name for name, _ in pl_module.named_children()]}"
             ) from error
-        self._layer_losses = handle = attach_layer_losses(model, self._taps, inner_fraction=self._inner_fraction)
+        self._layer_losses = handle = attach_layer_losses(model, self._taps)
         self._constraints = constraints_for(self._constraints or self._given, handle).to(pl_module.device)
         self._logged = LossSums(self._constraints, handle.taps)
         after = functools.partial(self._after_optimizer_step, trainer, pl_module)

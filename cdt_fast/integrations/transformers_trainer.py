@@ -26,11 +26,11 @@ STATE_FILE = "descent_constraints.safetensors"
 def with_descent(trainer_class: Any) -> Any:
     """Return a subclass of transformers' Trainer, or of TRL's SFTTrainer, that trains under descent constraints.
 
-    It takes four more keyword arguments, all others as before:
+    It takes three more keyword arguments, all others as before:
 
         constraints   a DescentConstraints, or a dictionary of its options, which a `preset` in it completes
         unconstrained_steps  optimizer steps at the start with the constraints off (the paper: those of one epoch)
-        taps, inner_fraction  as for `attach_layer_losses`
+        taps          as for `attach_layer_losses`
 
     and has two more attributes, `constraints` and `layer_losses` (the handle of `attach_layer_losses`).
 
@@ -84,13 +84,12 @@ class _DescentTrainer(Trainer):
         constraints: DescentConstraints | Mapping[str, Any],
         unconstrained_steps: int = 0,
         taps: Sequence[int] | None = None,
-        inner_fraction: float = 1.0,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self._check_supported()
         # Now that TRL has put its own forward in the place of the model's: that one passes on what is not for it.
-        self.layer_losses = attach_layer_losses(self.model, taps, inner_fraction=inner_fraction)
+        self.layer_losses = attach_layer_losses(self.model, taps)
         self.constraints = constraints_for(constraints, self.layer_losses).to(self.args.device)
         self._unconstrained_steps = check_integer("unconstrained_steps", unconstrained_steps, 0)
         self._logged = LossSums(self.constraints, self.layer_losses.taps)

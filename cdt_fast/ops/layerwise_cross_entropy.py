@@ -6,8 +6,6 @@ A chunk costs one product for its losses and two more for its gradients, with on
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, get_args
@@ -61,8 +59,6 @@ def layerwise_cross_entropy(
     shift: int = 0,
     max_tokens: int | None = None,
     chunk_tokens: int | None = None,
-    inner_fraction: float = 1.0,
-    generator: torch.Generator | None = None,
     shard: HeadShard | None = None,
 ) -> common.LayerwiseLosses:
     """Cross-entropy of every depth's hidden states through one shared head, and the weighted sum of the depths.
@@ -93,9 +89,6 @@ def layerwise_cross_entropy(
         max_tokens: an upper bound of the tokens that count at a depth. The products then run over so many rows and no
             more, also where targets on a GPU keep the host from knowing which they are.
         chunk_tokens: rows of a chunk, counted over all depths; default: as many as fit a budget of bytes.
-        inner_fraction: estimate every depth but the last from this fraction of the tokens, in (0, 1], drawn anew in
-            each call without replacement, the same ones for all inner depths. Losses and gradients are unbiased.
-        generator: the generator of the draw; it may be on another device.
         shard: weight and bias are this rank's rows of a head that is sharded over the vocabulary. The other arguments
             and the results are those of the whole head, the same on every rank; each chunk costs one all-gather of two
             numbers a row, and the gradients of the hidden states are summed over the ranks.
@@ -129,12 +122,10 @@ def layerwise_cross_entropy(
     if max_tokens is not None:
         max_tokens = _int64("max_tokens", max_tokens, 1)
     smoothing = check_number("label_smoothing", label_smoothing, "a number in [0, 1]", lambda number: 0 <= number <= 1)
-    fraction = check_number("inner_fraction", inner_fraction, "a number in (0, 1]", lambda number: 0 < number <= 1)
     common.refuse_transforms("layerwise_cross_entropy", weight, bias, weights, *hidden_states)
-    sample = _sample(per_depth_targets[0], fraction, generator) if len(hidden_states) > 1 else None
     hidden, dtype = common.detach_zero_weighted(hidden_states, weights), common.compute_dtype(hidden_states[0])
     needs = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (weight, bias, *hidden)]
-    call = common.caller(_CrossEntropy, None, weight, bias, sample, class_weights, weights, *per_depth_targets, *hidden)
+    call = common.caller(_CrossEntropy, None, weight, bias, class_weights, weights, *per_depth_targets, *hidden)
     # A classifier's gradients of the logits are smaller than those of its hidden states, which would have to be scaled.
     keeps = call is not None and any(needs) and rows <= weight.shape[1]
     keeps = keeps and sum(depth.shape[:-1].numel() for depth in hidden) > FEW_ROWS
@@ -160,7 +151,7 @@ def layerwise_cross_entropy(
         rows=rows,
     )
     head = weight, None if bias is None else bias.to(weight.dtype)
-    tensors = *head, per_depth_targets, sample, class_weights, None if weights is None else weights.detach()
+    tensors = *head, per_depth_targets, class_weights, None if weights is None else weights.detach()
     results = _operator(hidden, *tensors, *options) if call is None else call(*tensors, options, *hidden)
     total, per_depth = results[:2]
     if weights is not None:
@@ -316,17 +307,6 @@ def _int64(name: str, value: int, least: int) -> int:
     return number
 
 
-def _sample(targets: Tensor, fraction: float, generator: torch.Generator | None) -> Tensor | None:
-    """Draw the numbers of the tokens that the inner depths are estimated from, or None for all of them."""
-    if fraction == 1.0:
-        return None
-    tokens = targets.numel()
-    # 0.7 · 10 is 7.000000000000001 in floating point.
-    count = math.ceil(fraction * tokens - 1e-9)
-    device = targets.device if generator is None else generator.device
-    return torch.randperm(tokens, generator=generator, device=device)[:count].to(targets.device)
-
-
 # Rows and chunks
 
 
@@ -338,7 +318,7 @@ class _Rows:
     index: Tensor | None  # their numbers, [count]; None: all tokens, in order
     targets: Tensor  # [count]
     times: Tensor | None  # [count], how often each counts; None: once
-    factor: float | Tensor  # of their sum, if they stand for all tokens or their depth has a count of its own
+    factor: float | Tensor  # of their sum, if their depth has a count of its own
     first: int  # the number of the first of these rows, len(depths) · count, among those of all depths
 
     @property
@@ -373,7 +353,6 @@ def _select_rows(
     depths: int,
     weight: Tensor,
     targets: Sequence[Tensor],
-    sample: Tensor | None,
     class_weights: Tensor | None,
     options: _Options,
 ) -> tuple[Tensor | int, list[_Rows]]:
@@ -391,24 +370,18 @@ def _select_rows(
         numbers = [_times(each.to(device), class_weights, options).sum() for each in flat]
     rows: list[_Rows] = []
     first = 0
-    # A sample stands for all tokens but at the last depth.
-    split = range(1, depths) if own else [] if sample is None else [depths - 1]
-    for some in itertools.starmap(range, itertools.pairwise([0, *split, depths])):
+    for some in (range(depth, depth + 1) for depth in range(depths)) if own else [range(depths)]:
         which = some.start if own else 0
-        chosen, count = flat[which], counts[which]
-        index = None if sample is None or some.stop == depths else sample.to(chosen.device)
-        factor: float | Tensor = 1.0 if index is None else whole / max(1, index.numel())
+        chosen, count, index = flat[which], counts[which], None
+        factor: float | Tensor = 1.0
         if own and options.mean:
             # Every sum is divided by the number of all tokens: this replaces it by the depth's own count.
             number = numbers[which]
-            factor = factor * whole / (number.to(device, options.wide) if isinstance(number, Tensor) else number)
-        taking_part = chosen if index is None else chosen[index]
+            factor = whole / (number.to(device, options.wide) if isinstance(number, Tensor) else number)
         if isinstance(count, int) and count < whole:
-            kept = (taking_part != ignored).nonzero().squeeze(1)
-            index = kept if index is None else index[kept]
-        elif isinstance(count, Tensor) and most is not None and most < len(taking_part):
-            kept = torch.argsort((taking_part == ignored).to(torch.int8), stable=True)[:most]
-            index = kept if index is None else index[kept]
+            index = (chosen != ignored).nonzero().squeeze(1)
+        elif isinstance(count, Tensor) and most is not None and most < whole:
+            index = torch.argsort((chosen == ignored).to(torch.int8), stable=True)[:most]
             factor = torch.where(count > most, float("nan"), factor).to(device, options.wide)
         chosen = (chosen if index is None else chosen[index]).to(device, non_blocking=True)
         index = None if index is None else index.to(device, non_blocking=True)
@@ -721,7 +694,6 @@ def _forward(
     weight: Tensor,
     bias: Tensor | None,
     targets: list[Tensor],  # one tensor, or one a depth
-    sample: Tensor | None,  # the numbers of the tokens that stand for all at the inner depths
     class_weights: Tensor | None,  # [V]
     depth_weights: Tensor | None,  # [depths]
     options: _Options,
@@ -736,7 +708,7 @@ def _forward(
     the quotients alone would underflow.
     """
     device, wide, depths = weight.device, options.wide, len(hidden)
-    number, rows = _select_rows(depths, weight, targets, sample, class_weights, options)
+    number, rows = _select_rows(depths, weight, targets, class_weights, options)
     head, matrices = _Head(weight, bias, options), [common.rows_of(depth) for depth in hidden]
     losses = torch.empty(rows[-1].stop, dtype=wide, device=device)
     weights = torch.ones(depths, dtype=wide) if depth_weights is None else depth_weights
@@ -770,7 +742,7 @@ def _forward(
 
 
 def _forward_fake(hidden: list[Tensor], weight: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    options = _Options(*others[5:])
+    options = _Options(*others[4:])
     losses = weight.new_empty(len(hidden), dtype=options.wide)
     found = _empty_gradients(hidden, weight, options, options.wide) if options.fused else []
     return losses.new_empty(()), losses, losses.new_empty(()), found
@@ -784,13 +756,12 @@ def _gradients(
     weight: Tensor,
     bias: Tensor | None,
     targets: list[Tensor],
-    sample: Tensor | None,
     class_weights: Tensor | None,
     *flat: Any,  # options
 ) -> list[Tensor]:
     """Return the gradients that are needed, if the forward is not fused."""
     options = _Options(*flat)
-    _, rows = _select_rows(len(hidden), weight, targets, sample, class_weights, options)
+    _, rows = _select_rows(len(hidden), weight, targets, class_weights, options)
     head, matrices = _Head(weight, bias, options), [common.rows_of(depth) for depth in hidden]
     scales, off = _times_factors(factors, rows), common.zero_weight_mask(factors)
     gradients = _Gradients(matrices, head.weight, rows, [not zero for zero in off], options)
@@ -835,14 +806,14 @@ def _scale(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    weight, bias, targets, sample, class_weights, depth_weights, ctx.options, *hidden = inputs
+    weight, bias, targets, class_weights, depth_weights, ctx.options, *hidden = inputs
     _, _, factor, *found = output
     ctx.set_materialize_grads(False)
     # What is found stays differentiable, so that a second derivative of a fused call is seen, and refused.
     ctx.mark_non_differentiable(factor)
     ctx.depths, ctx.own_targets, ctx.weight_dtype = len(hidden), len(targets), weight.dtype
     # The gradients of a fused forward have the weights in them.
-    inputs = () if ctx.options.fused else (depth_weights, weight, bias, sample, class_weights, *targets, *hidden)
+    inputs = () if ctx.options.fused else (depth_weights, weight, bias, class_weights, *targets, *hidden)
     ctx.save_for_backward(factor, *inputs, *found)
 
 
@@ -862,11 +833,11 @@ def _find(ctx: Any, grad_total: Tensor | None, grad_per_depth: Tensor | None) ->
         off = common.zero_weight_mask(factors) if plain else [False] * depths
         found = _scale(factors, saved, off, options.needs_hidden, ctx.weight_dtype)
     else:
-        _, weight, bias, sample, class_weights, *saved = saved
+        _, weight, bias, class_weights, *saved = saved
         targets, saved = saved[: ctx.own_targets], saved[ctx.own_targets :]
         hidden, kept = saved[:depths], saved[depths] if options.keeps else None
         differentiate = _gradients if plain else _gradients_operator
-        found = differentiate(factors, kept, hidden, weight, bias, targets, sample, class_weights, *options)
+        found = differentiate(factors, kept, hidden, weight, bias, targets, class_weights, *options)
     *of_hidden, of_weight, of_bias = common.scatter(
         found, [*options.needs_hidden, options.needs_weight, options.needs_bias]
     )
@@ -881,18 +852,16 @@ class _CrossEntropy(torch.autograd.Function):
     @common.once_differentiable("layerwise_cross_entropy")
     def backward(ctx: Any, grad_total: Tensor | None, grad_per_depth: Tensor | None, *_: None) -> tuple[Any, ...]:
         of_hidden, of_weight, of_bias = _find(ctx, grad_total, grad_per_depth)
-        return of_weight, of_bias, None, None, None, None, None, *of_hidden
+        return of_weight, of_bias, None, None, None, None, *of_hidden
 
 
 # An operator takes the depths as a list, whose elements `torch.autograd.Function` would not see.
 
 
 def _run(hidden: list[Tensor], *others: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    weight, bias, targets, sample, class_weights, depth_weights, *flat = others
+    weight, bias, targets, class_weights, depth_weights, *flat = others
     options = _Options(*flat)
-    total, per_depth, factor, *found = _forward(
-        weight, bias, targets, sample, class_weights, depth_weights, options, *hidden
-    )
+    total, per_depth, factor, *found = _forward(weight, bias, targets, class_weights, depth_weights, options, *hidden)
     return total, per_depth, factor, found
 
 
@@ -900,10 +869,10 @@ def _run(hidden: list[Tensor], *others: Any) -> tuple[Tensor, Tensor, Tensor, li
 def _operator_backward(ctx: Any, grad_total: Tensor | None, grad_per_depth: Tensor | None, *_: Any) -> tuple[Any, ...]:
     of_hidden, of_weight, of_bias = _find(ctx, grad_total, grad_per_depth)
     of_targets = [None] * ctx.own_targets
-    return of_hidden, of_weight, of_bias, of_targets, None, None, None, *[None] * len(_Options._fields)
+    return of_hidden, of_weight, of_bias, of_targets, None, None, *[None] * len(_Options._fields)
 
 
-_HEAD = "Tensor weight, Tensor? bias, Tensor[] targets, Tensor? sample, Tensor? class_weights"
+_HEAD = "Tensor weight, Tensor? bias, Tensor[] targets, Tensor? class_weights"
 _OPTIONS = (
     "int ignore_index, float label_smoothing, float? softcap, float z_loss, SymInt? max_tokens, SymInt? chunk_tokens, "
     "bool mean, ScalarType dtype, str backend, bool fused, bool keeps, bool[] needs_hidden, bool needs_weight, "
@@ -918,12 +887,12 @@ _operator = common.define(
 _operator.register_autograd(
     _operator_backward,
     setup_context=lambda ctx, inputs, output: _setup_context(
-        ctx, (*inputs[1:7], _Options(*inputs[7:]), *inputs[0]), (*output[:3], *output[3])
+        ctx, (*inputs[1:6], _Options(*inputs[6:]), *inputs[0]), (*output[:3], *output[3])
     ),
 )
 _gradients_operator = common.define(
     "layerwise_cross_entropy_backward",
     _gradients,
-    lambda _, kept, hidden, weight, *others: _empty_gradients(hidden, weight, _Options(*others[4:]), weight.dtype),
+    lambda _, kept, hidden, weight, *others: _empty_gradients(hidden, weight, _Options(*others[3:]), weight.dtype),
     f"(Tensor factors, Tensor? kept, Tensor[] hidden, {_HEAD}, {_OPTIONS}) -> Tensor[]",
 )

@@ -63,4 +63,4 @@ def report(runs: Sequence[EvaluatedRun]) -> Report:
 
 def _network(name: str | Path, settings: LanguageModelSettings, download: bool = False) -> PretrainedNetwork:
     tokenizer, model = load_tokenizer(name, download), load_model("AutoModelForCausalLM", name, download)
-    return PretrainedNetwork(model, tokenizer, settings.taps, inner_fraction=settings.inner_fraction)
+    return PretrainedNetwork(model, tokenizer, settings.taps)

@@ -80,9 +80,6 @@ class LanguageModelSettings(Section):
     model: str | None = setting(None, "folder or hub name of a causal language model")
     download: bool = setting(False, _DOWNLOAD)
     taps: Depths | None = setting(None, "depths that are read, 0 the input of layer 1 (default: all)")
-    inner_fraction: Annotated[float, Field(gt=0, le=1)] = setting(
-        1.0, "share of the tokens that the inner depths are read at in training"
-    )
 
 
 class LanguageTrainingSettings(TextTrainingSettings):

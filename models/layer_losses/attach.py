@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from cdt_fast.checks import InputError, check_choice, check_number
+from cdt_fast.checks import InputError, check_choice
 from cdt_fast.models.layer_losses.check import check_first_forward
 from cdt_fast.models.layer_losses.layout import Layout, find_layout, in_use, weight_and_bias
 from cdt_fast.models.layer_losses.outputs import IGNORED, ignore_in_predictions, router_loss, targets_of, with_fields
@@ -25,7 +25,7 @@ _READS_LOGITS = "_cdt_fast_reads_logits"  # the argument by which `depth_logits`
 
 
 def attach_layer_losses(
-    model: Any, taps: Sequence[int] | None = None, *, inner_fraction: float = 1.0, inner_pooling: InnerPooling = "own"
+    model: Any, taps: Sequence[int] | None = None, *, inner_pooling: InnerPooling = "own"
 ) -> LayerLosses:
     """Make the forward of a transformers classifier or causal language model return the losses of its depths too.
 
@@ -48,8 +48,6 @@ def attach_layer_losses(
         model: a …ForSequenceClassification, …ForImageClassification, …ForCausalLM or …LMHeadModel of transformers.
         taps: the depths to read, increasing: 0 is the input of the first layer, l the output of layer l, −1 the last.
             None: all L+1. Depths that are not read keep no state.
-        inner_fraction: in training, the share of a language model's tokens that the depths before the last are
-            estimated from, drawn anew in each forward from torch's generator, without bias. Not for a classifier.
         inner_pooling: how a classifier's depths before the last are read: "own", as its last (an encoder mostly by its
             first token, which early layers have not filled yet), or "mean", with the mean of the tokens in the place of
             each: what `cdt-fast train text` takes (docs/results.md). Not for a language model.
@@ -68,13 +66,10 @@ def attach_layer_losses(
     if hasattr(layout.model, _MARK):
         name = type(layout.model).__name__
         raise InputError(f"this {name} has layer losses already: use that handle, or call its remove() first")
-    fraction = check_number("inner_fraction", inner_fraction, "a number in (0, 1]", lambda number: 0 < number <= 1)
-    if fraction < 1 and not layout.reads_tokens:
-        raise InputError(f"inner_fraction must be 1 for a classifier, got {inner_fraction}")
     pooling = check_choice("inner_pooling", inner_pooling, get_args(InnerPooling))
     if pooling != "own" and layout.reads_tokens:
         raise InputError(f"inner_pooling must be 'own' for a causal language model, got {pooling!r}")
-    return LayerLosses(layout, _check_taps(taps, len(layout.layers)), fraction, pooling)
+    return LayerLosses(layout, _check_taps(taps, len(layout.layers)), pooling)
 
 
 class LayerLosses:
@@ -93,16 +88,14 @@ class LayerLosses:
     """
 
     # A misspelled `weights` is an error and not a new attribute.
-    __slots__ = ("_checked", "_inner_fraction", "_layout", "_pooling", "_reader", "_wrapped", "layers", "model")
+    __slots__ = ("_checked", "_layout", "_pooling", "_reader", "_wrapped", "layers", "model")
     __slots__ += ("num_constraints", "reads_tokens", "shifts_labels", "taps", "weights")
 
-    def __init__(
-        self, layout: Layout, taps: tuple[int, ...], inner_fraction: float, inner_pooling: InnerPooling
-    ) -> None:
+    def __init__(self, layout: Layout, taps: tuple[int, ...], inner_pooling: InnerPooling) -> None:
         self.model, self.taps, self.layers = layout.model, taps, len(layout.layers)
         self.num_constraints = len(taps) - 1
         self.reads_tokens, self.shifts_labels = layout.reads_tokens, layout.shifts_labels
-        self._inner_fraction, self._pooling = inner_fraction, inner_pooling
+        self._pooling = inner_pooling
         self.weights: Tensor | Sequence[float] | None = None
         self._layout, self._reader = layout, DepthReader(layout, taps)
         self._checked: Layout | None = None  # the layout that has been compared with the model
@@ -146,9 +139,8 @@ class LayerLosses:
         shift, labels = self.shifts_labels and shifted is None, labels if shifted is None else shifted
         targets, count = targets_of(labels, self._layout.classes, shift=shift, items=items)
         weights = weights_of_depths(self.weights, len(self.taps), "weights of the handle")
-        training = self.model.training
-        fraction, whole_logits = (self._inner_fraction if training else 1.0), self.reads_tokens and not training
-        form = functools.partial(self._losses, targets=targets, weights=weights, inner_fraction=fraction)
+        whole_logits = self.reads_tokens and not self.model.training
+        form = functools.partial(self._losses, targets=targets, weights=weights)
         output, (losses, logits) = self._read(kwargs, form, whole_logits=whole_logits)
         loss, from_routers = losses.total / (count if items is None else items), router_loss(self.model, output)
         count = count.to(loss.device, non_blocking=True)
@@ -175,7 +167,6 @@ class LayerLosses:
         features: list[Tensor],
         targets: Tensor,
         weights: Tensor | None = None,
-        inner_fraction: float = 1.0,
     ) -> tuple[LayerwiseLosses, Tensor | None]:
         """Return the losses, sums over the labels that count, and the logits of a classifier, from what the `head` is
         given at each of `taps`, and at the last depth. Without `weights` `[taps]` the total is the last depth's."""
@@ -193,9 +184,8 @@ class LayerLosses:
             bias = None if bias is None else bias * layout.scale
         if weights is not None:  # the last depth may not be among those that are read
             weights = torch.cat([weights, weights.new_zeros(len(rows) - len(self.taps))])
-        options: dict[str, Any] = {"softcap": layout.softcap, "inner_fraction": inner_fraction}
-        options |= {"depth_weights": weights, "ignore_index": IGNORED, "reduction": "sum"}
-        total, per_depth = layerwise_cross_entropy(rows, weight, targets, bias, **options)
+        options: dict[str, Any] = {"depth_weights": weights, "ignore_index": IGNORED, "reduction": "sum"}
+        total, per_depth = layerwise_cross_entropy(rows, weight, targets, bias, softcap=layout.softcap, **options)
         losses = LayerwiseLosses(per_depth[-1] if weights is None else total, per_depth)
         return losses, None if layout.reads_tokens else head(features[-1])
 

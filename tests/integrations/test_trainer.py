@@ -144,8 +144,8 @@ def test_resume_without_a_state_is_refused(tmp_path: Path) -> None:
         trainer_for(tmp_path, max_steps=2).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
 
-def test_taps_and_inner_fraction_reach_the_model(tmp_path: Path) -> None:
-    trainer = trainer_for(tmp_path, {"rate": 0.1, "reference": 3.0}, taps=[0, 2], inner_fraction=0.5, max_steps=1)
+def test_taps_reach_the_model(tmp_path: Path) -> None:
+    trainer = trainer_for(tmp_path, {"rate": 0.1, "reference": 3.0}, taps=[0, 2], max_steps=1)
     trainer.train()
     entry = next(entry for entry in trainer.state.log_history if "loss" in entry)
     assert {"layer_loss_0", "layer_loss_2", "violation_2", "multiplier_2"} <= entry.keys()

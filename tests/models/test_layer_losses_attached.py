@@ -225,8 +225,6 @@ def test_unknown_models() -> None:
             ("llama", {"taps": taps}, rf"taps must be .* depths between 0 and 3.*got {re.escape(got)}")
             for taps, got in (([], "[]"), (2, "2"), ([0.5], "[0.5"), ([LAYERS + 1], "[4"), ([3, -1], "[3, -1"))
         ),
-        ("llama", {"inner_fraction": 0.0}, r"inner_fraction must be a number in \(0, 1\]"),
-        ("bert", {"inner_fraction": 0.5}, "inner_fraction must be 1 for a classifier, got 0.5"),
         ("llama", {"inner_pooling": "mean"}, "must be 'own' for a causal language model, got 'mean'"),
         ("bert", {"inner_pooling": "first"}, "inner_pooling must be one of 'own', 'mean', got 'first'"),
     ],

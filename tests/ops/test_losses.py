@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from cdt_fast import ops
 from cdt_fast.ops.layerwise_cross_entropy import CHUNK_BYTES, layerwise_cross_entropy_reference
@@ -254,45 +253,3 @@ def test_the_logits_of_all_depths_are_never_in_memory_together(
         head, states = 2 * 4 * vocabulary * width, 2 * depths * tokens * width * dtype.itemsize
         logits, swept = (chunk or 128) * vocabulary * dtype.itemsize, 4 * 2**20
         assert max(itertools.accumulate(allocated)) <= head + states + 40 * depths * tokens + logits + swept
-
-
-# The sample of the inner depths
-
-
-def sampled(seed: int | None, fraction: float = 0.3) -> tuple[Tensor, Tensor, Tensor]:
-    """Losses, which tokens of each depth have a gradient `[L+1, 40]`, and the targets; no token is ignored."""
-    case = build("layerwise_cross_entropy", leading=(2, 2), tokens=10, inner_fraction=fraction)
-    case.options["targets"].clamp_(min=0)
-    case.options["generator"] = None if seed is None else generator(seed)
-    leaves = leaves_of(case)
-    total, losses = call(case, leaves)
-    found = torch.autograd.grad(total, [leaves[name] for name in DEPTHS])
-    return (
-        losses,
-        torch.stack([gradient.flatten(0, -2).any(1) for gradient in found]),
-        case.options["targets"].flatten(),
-    )
-
-
-def test_the_sample_stands_for_all_tokens() -> None:
-    """Its losses are scaled to the whole, the last depth is exact, and every token is drawn as often."""
-    tensors = build("layerwise_cross_entropy", leading=(2, 2), tokens=10).tensors
-    drawn = torch.zeros(40)
-    for seed in range(60):
-        losses, rows, targets = sampled(seed)
-        assert rows.sum(1).tolist() == [12, 12, 40]
-        assert torch.equal(rows[0], rows[1])
-        drawn += rows[0]
-        depths = [tensors[name].flatten(0, -2)[row] for name, row in zip(DEPTHS, rows, strict=True)]
-        right = layerwise_cross_entropy_reference(depths, tensors["weight"], [targets[row] for row in rows])
-        assert_close([losses], [right])
-    assert drawn.min() > 5
-    assert drawn.max() < 33  # 18 on average, by chance 3.5 more or less
-
-
-def test_the_sample_is_drawn_by_the_generator_and_has_the_size_that_was_asked_for() -> None:
-    assert torch.equal(sampled(1)[1], sampled(1)[1])
-    assert not torch.equal(sampled(1)[1], sampled(2)[1])
-    assert not torch.equal(sampled(None)[1], sampled(None)[1])
-    for fraction, count in ((1e-9, 1), (0.01, 1), (0.05, 2), (0.0501, 3), (0.999, 40), (1.0, 40)):
-        assert sampled(1, fraction)[1].sum(1).tolist() == [count, count, 40]

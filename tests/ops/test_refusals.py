@@ -155,10 +155,6 @@ BAD: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"shard": ops.HeadShard(Group, -1, 9)}, r"shard\.first must be an integer >= 0, got -1"),
         ({"shard": ops.HeadShard(Group, 6, 9)}, r"shard\.first \+ the rows of weight must be at most 9 .* got 6 \+ 4"),
         *(({"chunk_tokens": value}, r"chunk_tokens must be an integer (>= 1|below)") for value in (0, 2**63)),
-        *(
-            ({"inner_fraction": value}, r"inner_fraction must be a number in \(0, 1\]")
-            for value in (0.0, 1.5, math.nan)
-        ),
     ],
 }
 # What any tensor may be wrong in, number and lengths; of the first, unless hidden states set them, no device and dtype.

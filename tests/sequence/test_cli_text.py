@@ -119,7 +119,6 @@ BAD = [
     ("lm", ["missing.json"], ["missing.json: cannot be read", "No such file"]),
     ("lm", ["INSTRUCTIONS", "--taps", "0,9"], ["taps must be a list of increasing depths between 0 and 2"]),
     ("lm", ["INSTRUCTIONS", "--taps", "0,1"], ["[model] taps must be at least two depths that end with the last, 2"]),
-    ("lm", ["INSTRUCTIONS", "--inner-fraction", "0"], ["inner_fraction", "greater than 0"]),
     ("lm", ["INSTRUCTIONS", "--model", "no/such-model"], ["no/such-model", "local folder", "--download"]),
 ]
 
