@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-all compile-check emulate bench kernels-report gpu gpu-triage gpu-tests gpu-bench lint clean
+.PHONY: demo test test-all compile-check emulate bench kernels-report gpu gpu-smoke gpu-quick gpu-races gpu-tests gpu-bench lint clean
 
 demo: .venv/installed
 	rm -rf runs/demo
@@ -49,13 +49,22 @@ kernels-report: .venv/installed
 	$(BIN)/python -m cdt_fast.bench.tools.ledger --write
 
 # On a machine with an NVIDIA GPU: docs/gpus.md. Nothing is installed; .venv is used if it is there, else PYTHON with the
-# torch, Triton and pytest that it has. Three calls of less than ten minutes each, which may be made one by one.
+# torch, Triton and pytest that it has. The calls take less than ten minutes each, and may be made one by one.
 GPU_PYTHON := $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 gpu:
-	$(MAKE) --keep-going gpu-triage gpu-tests gpu-bench
+	$(MAKE) --keep-going gpu-smoke gpu-quick gpu-races gpu-tests gpu-bench
 
-gpu-triage:
-	$(GPU_PYTHON) -m cdt_fast.bench.tools.triage
+GPU_SMOKE := $(GPU_PYTHON) -m pytest -o addopts= -q -p no:cacheprovider --confcutdir=tests/kernels \
+	-m "emulated and not slow" tests/kernels
+gpu-smoke:
+	timeout 300 $(GPU_SMOKE)
+
+gpu-quick:
+	timeout --signal=INT 240 $(GPU_PYTHON) -m cdt_fast.bench --device cuda --quick --out "$${OUT:-bench/results}"
+
+gpu-races:
+	PATH="$$PATH:/usr/local/cuda/bin" PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout 200 compute-sanitizer --tool racecheck \
+		--target-processes all --error-exitcode 99 $(GPU_SMOKE) -k "unrolled_layer and bfloat16"
 
 gpu-tests:
 	OMP_NUM_THREADS=2 timeout 590 $(GPU_PYTHON) -m pytest -o addopts= -ra -p no:cacheprovider --confcutdir=tests/kernels \
@@ -78,7 +87,7 @@ clean:
 
 # torch first and by its exact version: on a machine without a GPU a range would bring several GB of CUDA packages.
 .venv/installed: pyproject.toml setup.py constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "cdt_fast needs Python 3.10 or newer")'
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "cdt_fast needs Python 3.11 or newer")'
 	$(PYTHON) -m venv .venv
 	$(PIP) torch==$$(sed -n 's/^torch==//p' constraints.txt)
 	$(PIP) setuptools

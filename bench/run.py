@@ -43,14 +43,15 @@ def run_command(options: argparse.Namespace) -> int:
         raise InputError(f"--case is {options.case!r}, which is in no name of {', '.join(suites)}; one name is {one!r}")
     kept = device.type == "cpu" and disable_malloc_trim()
     machine = results_file.describe(device, "freed memory kept" if kept else "as it comes")
-    run = {"machine": machine, "date": f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d %H:%M:%S}"}
+    run = {"machine": machine, "date": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M:%S}"}
     options.out = options.out or "benchmarks" * (not options.quick)
     folder = Path(options.out)
     names = dict.fromkeys(case.suite for case in chosen)
     files = {name: results_file.open_file(folder, device.type, name, size, machine["name"]) for name in names}
     options.hint = f"; what was measured so far is in {shlex.quote(str(folder))}" * bool(options.out)
     if options.quick:
-        print(f"{len(chosen)} cases, about two minutes, most of it for torch.compile", file=sys.stderr)
+        minutes = -(-len(chosen) // 2)
+        print(f"{len(chosen)} cases, about {minutes} min, most of it for torch.compile", file=sys.stderr)
         options.repeats = options.repeats or 3
     found = []
     torch.manual_seed(0)

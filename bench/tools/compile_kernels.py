@@ -160,9 +160,8 @@ def call_ops(dtype: torch.dtype, with_flags: bool = True) -> None:
         projection, dictionary = tensor(3200, 20, width), tensor(width, 1024)
         signal, target = projection.detach(), torch.empty(3200, 20, width, dtype=target_dtype, device="meta")
         given: dict[str, Any] = {**numbers, "projection": projection, "target": target}
-        for flags in ({}, {"lengths": lengths}, {"next_dictionary": tensor(width, 1024)})[
-            : 3 * (every and width == 256)
-        ]:
+        variants = ({}, {"lengths": lengths}, {"next_dictionary": tensor(width, 1024)})
+        for flags in variants if every and width == 256 else ():
             for codes in (tensor(3200, 20, 1024), None):
                 differentiate(ops.unrolled_layer, codes, signal, dictionary, **given, **flags)
         model = DUST(width, 1024, 3).to("meta", dtype)

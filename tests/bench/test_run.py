@@ -73,7 +73,7 @@ def test_a_quick_run_is_one_table_and_leaves_no_file(
     case = case_of(EAGER, *peers, Implementation("cdt_fast", "ours", steady(1.0)), suite="step", name="DUST tied")
     monkeypatch.setattr("cdt_fast.bench.run.SUITES", {"step": lambda *_: iter([case])})
     answer = call("bench", "--quick", "--suite=step", "--device=cpu")
-    assert "about two minutes" in answer.err
+    assert "1 cases, about 1 min, " in answer.err
     _, _, row, missing = answer.out.splitlines()
     assert [row.split()[number] for number in (0, 1, 4)] == ["DUST", "tied", "unavailable"]
     assert missing == "unavailable here: no such package"

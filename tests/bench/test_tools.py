@@ -1,13 +1,11 @@
-"""The tools for GPUs: what they compile without one, what they count, and how a triage survives its parts."""
+"""The tools for GPUs: what they compile without one, and what they count."""
 
 from __future__ import annotations
 
 import functools
 import importlib
-import json
 import pkgutil
 import re
-import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,12 +16,9 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from cdt_fast import kernels, ops
-from cdt_fast.bench.case import Implementation
-from cdt_fast.bench.measure import Refused
 from cdt_fast.bench.suites.step import Work
 from cdt_fast.ops import common
 from cdt_fast.ops.common import CARDS, GpuSpec
-from tests.bench.bench_cases import case_of, steady
 
 triton = pytest.importorskip("triton")
 if common.interpreting():
@@ -31,7 +26,7 @@ if common.interpreting():
 
 import triton.language as tl  # noqa: E402
 
-from cdt_fast.bench.tools import compile_kernels, ledger, triage  # noqa: E402
+from cdt_fast.bench.tools import compile_kernels, ledger  # noqa: E402
 from cdt_fast.bench.tools.compile_kernels import (  # noqa: E402
     Compiled,
     Launch,
@@ -215,51 +210,3 @@ class TestLedger:
     def test_the_table_ends_where_nothing_counts(self) -> None:
         rows = ledger.table({"a step": [Entry("large", 10**9), Entry("small", 10**6), Entry("large", 10**9)]})
         assert rows[1:] == [["a step", "all", "3", "2.001"], ["", "large", "2", "2.000"]]
-
-
-class TestTriage:
-    def test_the_cases_are_there_and_differ(self) -> None:
-        found = {triage.find_case(suite, name, torch.device("cuda"), "gpu").name for suite, name in triage.CASES}
-        assert len(found) == 12
-
-    def test_a_case_is_timed_after_it_was_checked(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(common, "unavailable_reason", lambda: None)
-        eager, right, wrong = (
-            Implementation(role, role, steady(value))  # type: ignore[arg-type]
-            for role, value in (("eager", 1.0), ("ours", 1.0), ("ours", 2.0))
-        )
-        line = triage.timed(case_of(eager, right), lambda step: 2.0)
-        assert (line["ours_ms"], line["eager_ms"], line["times_as_fast"]) == (2.0, 2.0, 1.0)
-        with pytest.raises(Refused, match="differs from the formula"):
-            triage.timed(case_of(eager, wrong), lambda step: 2.0)
-
-    @pytest.mark.parametrize(
-        ("code", "line"),
-        [
-            ("print('{\"ours_ms\": 1.5}')", {"status": "done", "ours_ms": 1.5}),
-            ("print('12 passed')", {"status": "done", "said": ["12 passed"]}),
-            ("raise SystemExit('no image')", {"status": "failed with status 1", "said": ["no image"]}),
-            ("import time; time.sleep(60)", {"status": "killed after 2 s"}),
-        ],
-    )
-    def test_how_a_part_ends_is_a_line(self, code: str, line: dict[str, Any]) -> None:
-        assert triage.run_child("a part", [sys.executable, "-c", code], limit=2) == {"part": "a part", **line}
-
-    def test_the_command_writes_every_part_and_fails_with_one(
-        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        good = 'print(\'{"case": "a case", "ours_ms": 1.5, "times_as_fast": 2.0}\')'
-        programs = {"good": good, "bad": "raise SystemExit(3)"}
-        chosen = [(name, [sys.executable, "-c", code], 20.0) for name, code in programs.items()]
-        monkeypatch.setattr(triage, "parts", lambda command: chosen)
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(triage, "describe", lambda device, allocator: {"name": "a card"})
-        assert triage.main(["--out", str(tmp_path)]) == 1
-        (path,) = tmp_path.iterdir()
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
-        assert [(line["part"], line["status"]) for line in lines] == [
-            ("machine", "done"),
-            ("good", "done"),
-            ("bad", "failed with status 3"),
-        ]
-        assert "good, done, ours_ms 1.5, times_as_fast 2\n" in capsys.readouterr().out
