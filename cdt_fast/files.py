@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import secrets
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -83,10 +84,6 @@ def read_json(path: str | os.PathLike[str], kind: Any = Any) -> Any:
 
 def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read a TOML file of at most `MAX_JSON_BYTES`; InputError: it is missing, unreadable, too large or no TOML."""
-    try:
-        import tomllib
-    except ModuleNotFoundError:  # Python 3.10
-        import tomli as tomllib  # pyright: ignore[reportMissingImports]  # on 3.10 alone
     content = _content(path, "TOML")
     try:
         return tomllib.loads(content.decode("utf-8"))

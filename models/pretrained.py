@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from torch import nn
-from typing_extensions import Self
 
 from cdt_fast.checks import InputError
 from cdt_fast.files import read_json, replaced_atomically, write_json

@@ -7,11 +7,10 @@ import os
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import Self
 
 from cdt_fast import ops
 from cdt_fast.checks import InputError, check_choice, check_integer, check_number, check_positive, require

@@ -6,8 +6,10 @@ defaults from; a preset in `PRESETS` names what differs.
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from cdt_fast.checks import InputError, suggestion
@@ -51,7 +53,7 @@ DEFAULTS = DescentOptions()
 
 
 class PaperRow(NamedTuple):
-    """A row of the paper's tables: everything in it, and a choice of ours for what is not."""
+    """A row of the paper's tables, as paper.toml has it."""
 
     task: str
     constraints: Mapping[str, Any]  # options of the constraints
@@ -59,47 +61,17 @@ class PaperRow(NamedTuple):
     pretrained: str  # the setting of [model] that has to name a pretrained network, or ""
 
 
-# Both sides by Adam, on raw violations. The dual rate, and the slack cost of video and language models, are our choice.
-_PAPER: dict[str, Any] = {"objective": "last", "coupling": "chain", "normalize": False, "margin": 0.0} | {
-    "betas": (0.9, 0.999),
-    "dual_lr": 0.05,
-    "resilience": "slack",
-}
-# Gray frames of 160 x 160, patches of 16 x 16, windows of 20 frames; a network for one noise level.
-_FRAMES = {"frames": "resized", "window": 20, "size": 160, "patch": 16, "patch_frames": 1}
-# Of 3, 5 and 7 layers in the tables, 7, the longest chain. One dictionary for all (tied) only when unconstrained.
-_UNROLLED = {"layers": 7, "code_size": 1024, "tied": None, "scale": 1.0}
+def _read_rows() -> dict[str, PaperRow]:
+    rows = tomllib.loads(Path(__file__).with_name("paper.toml").read_text("utf-8"))
+    shared = rows.pop("shared")["constraints"]
+    switched_on = {"constraints": {"constrained": True, "warmup_epochs": 1}}
+    return {
+        name: PaperRow(row["task"], shared | row["constraints"], row["settings"] | switched_on, row.get("needs", ""))
+        for name, row in rows.items()
+    }
 
 
-def _row(
-    task: str, rate: float, reference: float, model: Any, pretrained: str = "", gamma: float = 0.15, **cost: float
-) -> PaperRow:
-    """Return a row; steps and lr of video are guesses."""
-    if task == "video":
-        lr = 1e-4 if model["model"] == "vit" else 1e-3
-        data = {**_FRAMES, "gamma": gamma}
-        settings = {"data": data, "training": {"steps": 1000, "batch": 32, "lr": lr}}
-        mode, gammas = "constraint", [0.05, 0.1, 0.15, 0.25, 0.5, 0.75, 1.0]
-    else:
-        settings, mode, gammas = {"data": {"gamma": gamma}}, "anchor", [0.25 * step for step in range(9)]
-    settings |= {"model": model, "constraints": {"constrained": True, "warmup_epochs": 1}}
-    settings |= {"evaluation": {"gammas": gammas}}
-    options = {**_PAPER, "rate": rate, "reference": reference, "reference_mode": mode, **cost}
-    return PaperRow(task, options, settings, pretrained)
-
-
-_DUST = {"model": "dust", **_UNROLLED, "nonlinearity": "soft_threshold", "sparsity": 0.2}
-_TEXT_UT = {"model": "text-ut", "layers": 3}
-PAPER_ROWS: dict[str, PaperRow] = {
-    "paper-dust": _row("video", 0.25, 6.5, _DUST),
-    "paper-ut": _row("video", 0.22, 5.5, {"model": "ut", **_UNROLLED}),
-    "paper-vit": _row("video", 0.29, 0.44, {"model": "vit", "layers": 12, "width": 768}, "pretrained"),
-    # The tables have IMDb and MNLI: this is IMDb. Of 3, 5, 7 and 9 layers, 3 is where the constraints gain most.
-    "paper-text-ut": _row("text", 0.1, 0.9, _TEXT_UT, gamma=0.8, slack_cost=3.45),
-    # Every block's output is read by the encoder's own token, whose loss at depth 0 is why texts have an anchor.
-    "paper-encoder": _row("text", 0.226, 1.0, {"inner_pooling": "own"}, "model", gamma=1.0, slack_cost=1.07),
-    "paper-llama": _row("lm", 0.05, 12.0, {"taps": None}, "model", gamma=0.0),
-}
+PAPER_ROWS = _read_rows()
 # What differs from the defaults. "video", "text" and "lm" are what `cdt-fast train` starts from.
 PRESETS: dict[str, Mapping[str, Any]] = {
     # Of a denoiser all depths are wanted.

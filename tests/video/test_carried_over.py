@@ -1,5 +1,7 @@
 """What of a source `denoise` carries over besides its pixels, and what it says where it does not."""
 
+# pyright: reportOptionalOperand=false, reportOperatorIssue=false, reportReturnType=false, reportArgumentType=false
+# PyAV's types allow None wherever FFmpeg does.
 from __future__ import annotations
 
 import struct

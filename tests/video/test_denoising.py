@@ -1,3 +1,5 @@
+# pyright: reportReturnType=false
+# PyAV's types allow None wherever FFmpeg does.
 from __future__ import annotations
 
 import errno

@@ -1,3 +1,5 @@
+# pyright: reportOptionalOperand=false, reportAttributeAccessIssue=false
+# PyAV's types allow None wherever FFmpeg does.
 from __future__ import annotations
 
 import contextlib
