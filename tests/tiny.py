@@ -15,7 +15,15 @@ TINY: dict[str, dict[str, Any]] = {
     "data": {"frames": "resized", "size": 32, "patch": 8, "patch_frames": 1, "window": 5, "gamma": 0.15},
     "model": {"nonlinearity": "soft_threshold", "code_size": 64, "layers": 2, "sparsity": 0.2, "scale": 1.0},
     "constraints": _CONSTRAINTS,
-    "training": {"steps": 6, "batch": 2, "device": "cpu", "lr": 0.01, "schedule": "cosine", "validate_every": 2},
+    "training": {
+        "steps": 6,
+        "batch": 2,
+        "device": "cpu",
+        "precision": "fp32",
+        "lr": 0.01,
+        "schedule": "cosine",
+        "validate_every": 2,
+    },
     "evaluation": {"gammas": [0.15, 0.5]},
 }
 

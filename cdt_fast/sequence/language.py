@@ -20,7 +20,7 @@ from cdt_fast.training.task import EvaluatedRun, Report
 
 Evaluation = SequenceEvaluation
 SAMPLES = "sequences"
-FIXED_SHAPES = False
+BF16_ON_CPU = FIXED_SHAPES = False
 
 
 def load(settings: LanguageSettings, progress: bool = True) -> Splits:

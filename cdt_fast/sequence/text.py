@@ -23,12 +23,12 @@ _CLASSIFIER = "AutoModelForSequenceClassification"
 
 Evaluation = SequenceEvaluation
 SAMPLES = "texts"
-FIXED_SHAPES = False
+BF16_ON_CPU = FIXED_SHAPES = False
 
 
 def load(settings: TextSettings, progress: bool = True) -> Splits:
     check(settings)
-    return load_texts(settings)
+    return load_texts(settings.data)
 
 
 def build(settings: TextSettings, data: Splits, device: torch.device) -> SequenceWorkload:

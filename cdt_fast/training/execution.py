@@ -12,6 +12,7 @@ from accelerate.utils import DynamoBackend
 from torch import Tensor
 
 from cdt_fast.checks import InputError
+from cdt_fast.ops.common import cpu_has_bf16_products
 from cdt_fast.training.settings import RunSettings
 from cdt_fast.training.task import Task, Workload
 
@@ -53,14 +54,21 @@ def resolve_execution(settings: RunSettings, accelerator: Accelerator, task: Tas
         raise InputError("[training] device is cuda, but torch finds no CUDA GPU here")
     if accelerator.mixed_precision == "fp16":
         raise InputError("accelerate's mixed precision is fp16, where gradients underflow; take --precision bf16")
-    precision = training.precision
-    if precision == "auto":
-        precision = "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported(False) else "fp32"
+    precision = precision_of(settings, device, task.BF16_ON_CPU)
     torch.backends.cuda.matmul.allow_tf32 = precision == "fp32" and device.type == "cuda"
     # A CUDA graph holds a step of one process, without accelerate's own casts and compilation.
     plain = device.type == "cuda" and accelerator.num_processes == 1 and accelerator.mixed_precision == "no"
     compiled = plain and getattr(accelerator.state.dynamo_plugin, "backend", DynamoBackend.NO) != DynamoBackend.NO
     return Execution(device, precision, plain and not compiled and task.FIXED_SHAPES)
+
+
+def precision_of(settings: RunSettings, device: torch.device, bf16_on_cpu: bool) -> str:
+    """Return the precision of matrix products on a device: as the settings say, or what "auto" takes there."""
+    if settings.training.precision != "auto":
+        return settings.training.precision
+    on_cpu = bf16_on_cpu and cpu_has_bf16_products()
+    narrow = torch.cuda.is_bf16_supported(False) if device.type == "cuda" else on_cpu
+    return "bf16" if narrow else "fp32"
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

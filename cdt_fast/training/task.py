@@ -23,6 +23,7 @@ class Task(Protocol):
 
     Evaluation: type[Evaluation]  # of its `evaluation.json`
     SAMPLES: str  # what a sample is called, in the plural
+    BF16_ON_CPU: bool  # products in bfloat16 are faster on a CPU that has them, and the result is the same within seeds
     FIXED_SHAPES: bool  # all full batches of a run have the same shapes, so that a step can be captured
 
     def load(self, settings: Any, progress: bool = True) -> Any:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from cdt_fast.checks import InputError
+from cdt_fast.files import read_json
 from cdt_fast.progress import progress_bar
 from cdt_fast.training.results import Evaluation, per_sample_statistics
+from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.video.data.windows import VideoData, Windows
 from cdt_fast.video.networks import (
     Denoiser,
@@ -18,7 +23,7 @@ from cdt_fast.video.networks import (
     reconstructed,
     training_input,
 )
-from cdt_fast.video.noise import LEVELS, noisy_batches
+from cdt_fast.video.noise import LEVELS, noisy_batches, unit_noise_batches, with_noise
 from cdt_fast.video.quality import BASELINES, psnr_of, ssim
 from cdt_fast.video.settings import VideoSettings
 
@@ -45,6 +50,13 @@ class VideoEvaluation(Evaluation):
     baseline_ssim: dict[str, list[float]]
     depth_rmse: list[list[float]]
 
+    HEADLINE: ClassVar[str] = "mean RMSE"
+
+    @property
+    def headline(self) -> float:
+        """Return the figure of the paper's tables."""
+        return self.mean_rmse
+
     @property
     def kind(self) -> str:
         """Return `vit`, or whether the layers share a dictionary."""
@@ -63,26 +75,21 @@ def mean_depth_losses(model: Denoiser, windows: Windows, settings: VideoSettings
     return (sums / len(windows)).tolist()
 
 
-@torch.no_grad()
-def measure(model: Denoiser, data: VideoData, settings: VideoSettings) -> dict[str, Any]:
-    """Return the entries of `VideoEvaluation` but for what `training` adds, on the test windows."""
-    gammas, device, depths = settings.evaluation.gammas, device_of(model), model.layers + 1
-    rmse, alike = [], []  # a row a noise level: every depth (of SSIM only the last), then the baselines
-    for gamma in progress_bar(gammas, desc="evaluate", unit="noise level"):
-        errors: Any = 0.0
-        similar: Any = 0.0
-        pixels = frames = 0
-        for noisy, clean, deviation in noisy_batches(data.test, gamma, data.sigma, device):
-            outputs = reconstructed(model, settings, noisy, deviation)
-            outputs += [denoise(noisy, gamma * data.sigma, settings.data.patch) for denoise in BASELINES.values()]
-            errors += torch.stack([(output - clean).square().sum(dtype=torch.float64) for output in outputs]).cpu()
-            similar += torch.stack([ssim(output, clean).sum() for output in outputs[depths - 1 :]]).double().cpu()
-            pixels, frames = pixels + clean.numel(), frames + clean.shape[:2].numel()
-        rmse.append((LEVELS * (errors / pixels).sqrt()).tolist())
-        alike.append((similar / frames).tolist())
+def measure(
+    model: Denoiser, data: VideoData, settings: VideoSettings, autocast: torch.dtype | None = None
+) -> dict[str, Any]:
+    """Return the entries of `VideoEvaluation` on the test windows, but for the baselines' and what `training` adds.
+
+    RMSE and SSIM are of outputs whose matrix products were in the dtype `autocast`, where it is given.
+    """
+
+    def denoise(noisy: Tensor, deviation: Tensor) -> list[Tensor]:
+        with torch.autocast(noisy.device.type, autocast, enabled=autocast is not None):
+            return reconstructed(model, settings, noisy, deviation)[::-1]  # the last depth first: SSIM is of it alone
+
+    errors, alike = _measured(denoise, 1, data, settings, device_of(model))
     losses = _losses_of_samples(model, data, settings)
-    final, *others = map(list, list(zip(*rmse, strict=True))[depths - 1 :])
-    likeness, *others_alike = map(list, zip(*alike, strict=True))
+    final, *_ = rmse = errors.T.tolist()
     return {
         "tied": getattr(model, "tied", False),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
@@ -90,20 +97,74 @@ def measure(model: Denoiser, data: VideoData, settings: VideoSettings) -> dict[s
         "test_windows": [list(data.test.name(index)) for index in range(len(data.test))],
         "training_gamma": sum(settings.noise) / 2,
         "sigma": data.sigma,
-        "gamma": list(gammas),
+        "gamma": list(settings.evaluation.gammas),
         "rmse": final,
-        "psnr": [psnr_of(value) for value in final],
-        "ssim": likeness,
+        "psnr": list(map(psnr_of, final)),
+        "ssim": alike[:, 0].tolist(),
         "mean_rmse": sum(final) / len(final),
-        "baseline_rmse": dict(zip(BASELINES, others, strict=True)),
-        "baseline_psnr": {name: list(map(psnr_of, values)) for name, values in zip(BASELINES, others, strict=True)},
-        "baseline_ssim": dict(zip(BASELINES, others_alike, strict=True)),
-        "depth_rmse": [row[:depths] for row in rmse],
+        "depth_rmse": [list(depths) for depths in zip(*reversed(rmse), strict=True)],
         "layer_loss": losses.mean(1).tolist(),
         "per_sample": per_sample_statistics(losses),
     }
 
 
+def measure_baselines(data: VideoData, settings: VideoSettings, device: torch.device) -> dict[str, Any]:
+    """Return the entries of `VideoEvaluation` that are the same for every run on these data."""
+
+    def denoise(noisy: Tensor, deviation: Tensor) -> list[Tensor]:
+        return [baseline(noisy, deviation[0].item(), settings.data.patch) for baseline in BASELINES.values()]
+
+    errors, alike = _measured(denoise, len(BASELINES), data, settings, device)
+    rmse = dict(zip(BASELINES, errors.T.tolist(), strict=True))
+    return {
+        "baseline_rmse": rmse,
+        "baseline_psnr": {name: list(map(psnr_of, values)) for name, values in rmse.items()},
+        "baseline_ssim": dict(zip(BASELINES, alike.T.tolist(), strict=True)),
+    }
+
+
+def known_baselines(folder: RunFolder, data: VideoData, settings: VideoSettings) -> dict[str, Any] | None:
+    """Return the entries of the baselines that a run in a folder beside this one has measured on the same data."""
+    windows = [data.test.name(index) for index in range(len(data.test))]
+    same = settings.data.model_dump(exclude={"gamma"}), settings.evaluation.gammas, data.sigma, windows
+    for path in sorted(folder.path.absolute().parent.glob("*/evaluation.json")):
+        with suppress(InputError):  # of an older version, or of another task
+            there, values = VideoSettings.load(path.with_name("config.toml")), read_json(path, VideoEvaluation)
+            if same == (there.data.model_dump(exclude={"gamma"}), values.gamma, values.sigma, values.test_windows):
+                return {name: getattr(values, name) for name in ("baseline_rmse", "baseline_psnr", "baseline_ssim")}
+    return None
+
+
+@torch.no_grad()
+def _measured(
+    denoise: Callable[[Tensor, Tensor], list[Tensor]],
+    compared: int,
+    data: VideoData,
+    settings: VideoSettings,
+    device: torch.device,
+) -> tuple[Tensor, Tensor]:
+    """Return the RMSE on 0..255 `[levels, outputs]` and the SSIM `[levels, compared]` of what `denoise` returns.
+
+    It takes noisy frames and the deviation of their noise `[b]`; `compared` of its outputs, the first, have an SSIM.
+    All levels have the same noise, up to its strength.
+    """
+    gammas = settings.evaluation.gammas
+    sums: list[Any] = [0.0] * len(gammas)  # of squared errors, and of SSIM
+    with progress_bar(total=len(data.test), desc="evaluate", unit="window") as bar:
+        for _, clean, drawn in unit_noise_batches(data.test, device):
+            for level, gamma in enumerate(gammas):
+                deviation = clean.new_full((len(clean),), gamma * data.sigma)
+                outputs = denoise(with_noise(clean, deviation, drawn), deviation)
+                squares = [(output - clean).square().sum(dtype=torch.float64) for output in outputs]
+                alike = [ssim(output.to(clean.dtype), clean).sum(dtype=torch.float64) for output in outputs[:compared]]
+                sums[level] += torch.stack([*squares, *alike])
+            bar.update(len(clean))
+    frames = len(data.test) * data.test.window
+    squares, alike = (torch.stack(sums).cpu() / frames).split([sums[0].numel() - compared, compared], 1)
+    return LEVELS * (squares / data.test.size**2).sqrt(), alike
+
+
+@torch.no_grad()
 def _losses_of_samples(model: Denoiser, data: VideoData, settings: VideoSettings) -> Tensor:
     """Return the losses `[L+1, samples]` of every single sequence, or every window of crops, at the training noise."""
     losses: list[Tensor] = []

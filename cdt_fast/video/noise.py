@@ -46,6 +46,23 @@ def add_noise_by_window(
     return torch.cat(noisy), torch.stack(deviations)
 
 
+def unit_noise_batches(
+    windows: Windows, device: torch.device, dtype: torch.dtype = torch.float32, batch: int | None = None
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yield the numbers of all windows `[b]`, their frames `[b, T, h, w]` in [0, 1], and noise of deviation 1.
+
+    The noise depends on the window alone; where `batch` is None, there are about half a million pixels at once.
+    """
+    generator = torch.Generator(device)
+    together = batch or max(1, 2**19 // (windows.window * windows.size**2))
+    for indices in torch.arange(len(windows)).split(together):
+        frames = windows.batch(indices).to(device).to(dtype) / LEVELS
+        drawn = torch.empty_like(frames)
+        for noise, index in zip(drawn.split(1), indices.tolist(), strict=True):
+            noise.normal_(generator=generator.manual_seed(_NOISE_SEED + index))
+        yield indices, frames, drawn
+
+
 def noisy_batches(
     windows: Windows,
     noise: float | tuple[float, float],
@@ -54,22 +71,20 @@ def noisy_batches(
     dtype: torch.dtype = torch.float32,
     batch: int | None = None,
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield all windows with noise that depends on the window alone; of a range its levels are spread evenly over them.
+    """Yield all frames of `unit_noise_batches` with their noise and without, and its standard deviation `[b]`.
 
-    These are frames `[b, T, h, w]` in [0, 1] with and without noise, and the standard deviation of the noise `[b]`;
-    where `batch` is None, about half a million pixels at once. See `add_noise_by_window`.
+    Of a range of levels those of the windows are spread evenly over it.
     """
-    generator = torch.Generator(device)
     least, greatest = noise if isinstance(noise, tuple) else (noise, noise)
-    together = batch or max(1, 2**19 // (windows.window * windows.size**2))
-    for indices in torch.arange(len(windows)).split(together):
-        frames = windows.batch(indices).to(device).to(dtype) / LEVELS
-        found = []
-        for frame, index in zip(frames.split(1), indices.tolist(), strict=True):
-            level = least + (greatest - least) * ((0.5 + index * _GOLDEN) % 1)
-            found.append(add_noise_by_window(frame, (level, level), sigma, generator, [_NOISE_SEED + index]))
-        noisy, deviations = map(torch.cat, zip(*found, strict=True))
-        yield noisy, frames, deviations
+    for indices, frames, drawn in unit_noise_batches(windows, device, dtype, batch):
+        levels = least + (greatest - least) * ((0.5 + indices.double() * _GOLDEN) % 1)
+        deviation = (levels * sigma).to(device, dtype)
+        yield with_noise(frames, deviation, drawn), frames, deviation
+
+
+def with_noise(frames: Tensor, deviation: Tensor, drawn: Tensor) -> Tensor:
+    """Return frames `[b, T, h, w]` with noise of a deviation `[b]`, of what was drawn with deviation 1."""
+    return frames + deviation[:, None, None, None] * drawn
 
 
 def estimated_noise(frames: Tensor) -> float:

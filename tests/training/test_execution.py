@@ -42,16 +42,18 @@ def resolved(
     ("given", "precision", "captured"),
     [
         ({}, "bf16", True),
-        ({"device": "cpu"}, "fp32", False),
+        ({"device": "cpu"}, "bf16", False),
+        ({"device": "cpu", "task": "text"}, "fp32", False),
         ({"task": "text"}, "bf16", False),  # whose shapes differ
         ({"num_processes": 2}, "bf16", False),
         ({"mixed_precision": "bf16"}, "bf16", False),
         ({"compiled": "INDUCTOR"}, "bf16", False),
     ],
 )
-def test_by_default_a_gpu_computes_in_bfloat16_and_captures_what_can_be(
-    given: dict[str, Any], precision: str, captured: bool
+def test_the_default_is_bfloat16_where_it_is_fast_and_captures_what_can_be(
+    given: dict[str, Any], precision: str, captured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("cdt_fast.training.execution.cpu_has_bf16_products", lambda: True)
     execution = resolved(**given)
     assert (execution.precision, execution.captured) == (precision, captured)
     assert execution.autocast == (torch.bfloat16 if precision == "bf16" else None)
@@ -82,7 +84,7 @@ def test_the_first_line_says_which_kernels_run_and_why(
     tiny_config: Config, monkeypatch: pytest.MonkeyPatch, changes: Any, backend: str, what: str
 ) -> None:
     monkeypatch.setattr(video_task, "explain", lambda: backend)
-    settings = tiny_config(device="auto", **changes)
+    settings = tiny_config(device="auto", precision="auto", **changes)
     workload = VideoWorkload(settings, load_data(settings), torch.device("cpu"))
     line = resolved(settings=settings).describe(workload)
     assert line.startswith("computes on cuda, a card: products in bfloat16, weights and sums in float32; ")

@@ -18,7 +18,7 @@ from cdt_fast.training.evaluation import judged
 from cdt_fast.training.optimizer import build_constraints
 from cdt_fast.video.data import from_patches, to_patches
 from cdt_fast.video.data.windows import DecodedClip, Part, VideoData, Windows
-from cdt_fast.video.evaluation import mean_depth_losses, measure
+from cdt_fast.video.evaluation import mean_depth_losses, measure, measure_baselines
 from cdt_fast.video.figures import keep_frames
 from cdt_fast.video.networks import build_network, reconstructed
 from cdt_fast.video.noise import noisy_batches
@@ -39,7 +39,9 @@ def longer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def evaluated(model: DUST, config: VideoSettings) -> dict[str, Any]:
     data = load_data(config)
     constraints = build_constraints(config, model.layers)
-    return judged(measure(model, data, config), config, constraints)
+    return judged(
+        measure(model, data, config) | measure_baselines(data, config, torch.device("cpu")), config, constraints
+    )
 
 
 def test_the_frames_that_a_report_shows_have_detail_and_are_what_is_measured(tmp_path: Path) -> None:
@@ -47,7 +49,7 @@ def test_the_frames_that_a_report_shows_have_detail_and_are_what_is_measured(tmp
     detailed, flat = scrolling_clip(8, 32, 32), np.full((8, 32, 32), 100, np.uint8)
     clip = DecodedClip("clip", np.concatenate([flat, detailed, flat]))
     windows = Windows([clip], [Part(0, 0, 24)], 8, 32)
-    data = VideoData(windows, windows, windows, 1 / 255, "")
+    data = VideoData(windows, windows, windows, 1 / 255, "", {})
     model = build_network(config)
     keep_frames(tmp_path / "frames", model, data, config)
     kept = load_file(tmp_path / "frames")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -185,6 +186,7 @@ class VideoData:
     test: Windows
     sigma: float
     description: str
+    sizes: dict[str, int]  # frames of the clips that are for training, and for the test alone
 
 
 def load_video(
@@ -218,7 +220,10 @@ def load_video(
         f"noise in units of {sigma:.6f} ({unit}, frames in [0, 1])",
         *notes,
     ]
-    return VideoData(train, validation, test, sigma, printable("\n".join(lines)))
+    frames = Counter({"training frames": 0, "test frames": 0})
+    for clip in clips:
+        frames["test frames" if clip.split == "test" else "training frames"] += clip.length
+    return VideoData(train, validation, test, sigma, printable("\n".join(lines)), dict(frames))
 
 
 def _standard_deviation(clips: Sequence[DecodedClip], parts: Sequence[Part]) -> float:
