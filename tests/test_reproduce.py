@@ -10,6 +10,8 @@ import pytest
 import tomli_w
 
 from cdt_fast import experiments
+from cdt_fast.checks import InputError
+from cdt_fast.experiments import running
 from cdt_fast.tasks import open_run
 from cdt_fast.training import loop
 from cdt_fast.training.results import t_quantile
@@ -18,7 +20,7 @@ from cdt_fast.video.settings import VideoSettings
 from tests.runs import Call
 from tests.tiny import TINY
 
-RUNS = ("plain-0", "plain-1", "constrained-0", "constrained-1")
+RUNS = ("plain-0", "constrained-0", "plain-1", "constrained-1")
 
 
 @pytest.fixture
@@ -32,7 +34,7 @@ def tiny_experiment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         "title": "a tiny network",
         "source": "a clip",
         "task": "video",
-        "seeds": [0, 1],
+        "cells": [{"seeds": [0, 1]}],
         "shared": shared,
         "runs": {"plain": {"constraints": {"constrained": False}}, "constrained": {"constraints": {"rate": 0.25}}},
     }
@@ -51,7 +53,7 @@ def test_every_run_is_trained_measured_and_compared_and_only_once(call: Call, cl
     out = tmp_path / "out"
     first = call("reproduce", "tiny", clip, "--out", out, "--json", tmp_path / "all.json")
     assert first.status == 0, first
-    assert sorted(path.name for path in out.iterdir()) == sorted([*RUNS, "comparison"])
+    assert sorted(path.name for path in out.iterdir()) == sorted([*RUNS, "comparison", "results.md"])
     text = (out / "comparison" / "report.md").read_text()
     assert all(f"{name} (" in text for name in RUNS)
     assert (tmp_path / "all.json").exists()
@@ -84,13 +86,13 @@ def test_a_signal_says_how_to_go_on(call: Call, clip: Path, tmp_path: Path, monk
     trained, resumed = [], []
     original = loop.train
 
-    def train(run: RunFolder, config: VideoSettings, task: Any, *, resume: bool) -> None:
+    def train(run: RunFolder, config: VideoSettings, task: Any, data: Any, *, resume: bool) -> None:
         resumed.append(resume)
         if len(trained) == 1:
             trained.append("")
             raise loop.Interrupted(2, 3)
         trained.append(run.name)
-        original(run, config, task, resume=resume, progress=False)
+        original(run, config, task, data, resume=resume, progress=False)
 
     monkeypatch.setattr(loop, "train", train)
     answer = call("reproduce", "tiny", clip, "--out", tmp_path / "out", "--seeds", "3")
@@ -103,6 +105,7 @@ def test_a_signal_says_how_to_go_on(call: Call, clip: Path, tmp_path: Path, monk
 
 def test_some_of_the_runs_and_other_steps(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained = []
+    monkeypatch.setattr(running, "forecast", lambda *_: (1.0, None))
 
     def train(run: RunFolder, config: VideoSettings, *_: Any, **__: Any) -> None:
         trained.append((run.name, config.training.steps))
@@ -114,7 +117,12 @@ def test_some_of_the_runs_and_other_steps(call: Call, tmp_path: Path, monkeypatc
     assert trained == [("default-0", 7)]
     chosen = experiments.Experiment.load("ablation").narrowed(["rate-0_2", "default"])
     assert list(chosen.runs) == ["default", "rate-0_2"], "in the experiment's order"
-    assert chosen.settings("default", 0, "clip").training.steps == 300
+    assert chosen.settings("default", chosen.cells[0], 0, "clip").training.steps == 300
+    dust = experiments.Experiment.load("paper-dust")
+    cells = dust.narrowed(layers=[7], gammas=[0.11, 0.15], seeds=[4]).cells
+    assert [(cell.layers, cell.gamma, cell.seeds) for cell in cells] == [(7, 0.15, [4]), (7, 0.11, [4])]
+    with pytest.raises(InputError, match=r"--gammas must be of 0\.15, got 0\.11"):
+        dust.narrowed(layers=[3], gammas=[0.11])
 
 
 @pytest.mark.parametrize(("degrees", "quantile"), [(1, 12.7062047), (2, 4.3026527), (11, 2.2009852), (100, 1.9839715)])
@@ -156,25 +164,26 @@ def test_bad_input_is_one_line_and_makes_no_folder(
 def test_the_experiments_of_the_package(call: Call, name: str) -> None:
     experiment = experiments.Experiment.load(name)
     planned = experiments.plan(experiment, "data", "out")
-    assert len({run.path for run in planned}) == len(planned) == len(experiment.runs) * len(experiment.seeds)
+    trainings = len(experiment.runs) * sum(len(cell.seeds) for cell in experiment.cells)
+    assert len({run.path for run in planned}) == len(planned) == trainings
     assert {run.settings.constrained for run in planned} == {True, False}
     assert all(run.settings.data.source == str(Path("data").resolve()) for run in planned)
     assert f"  {name}: " in call("reproduce", "--help").out
 
 
 # What the documents' tables were made with, run by run.
-_PAPER = "video clip --steps 5000 --validate-every 250"
-_IMDB = "text aclImdb --preset paper-text-ut --validate-every 250"
+_PAPER = "video clip --steps 1500 --batch 4 --validate-every 100"
+_IMDB = "text aclImdb --preset paper-text-ut --validate-every 100 --gamma 1"
 
 
 @pytest.mark.parametrize(
     ("name", "run", "command"),
     [
-        ("paper-avenue", "tied", f"{_PAPER} --preset paper-dust --no-constrained"),
-        ("paper-ucsd", "untied", f"{_PAPER} --preset paper-ut --no-constrained --no-tied"),
-        ("paper-ucsd", "constrained", f"{_PAPER} --preset paper-ut"),
-        ("paper-imdb", "plain", f"{_IMDB} --no-constrained"),
-        ("paper-imdb", "constrained", _IMDB),
+        ("paper-dust", "plain-tied", f"{_PAPER} --preset paper-dust --no-constrained"),
+        ("paper-ut", "plain", f"{_PAPER} --preset paper-ut --no-constrained --no-tied"),
+        ("paper-ut", "paper", f"{_PAPER} --preset paper-ut"),
+        ("paper-text-ut", "plain", f"{_IMDB} --no-constrained"),
+        ("paper-text-ut", "paper", _IMDB),
     ],
 )
 def test_a_run_has_the_settings_of_the_documents(
@@ -184,4 +193,4 @@ def test_a_run_has_the_settings_of_the_documents(
     assert answer.status == 0, answer
     _, expected = open_run(tmp_path / "run", trained=False)
     experiment = experiments.Experiment.load(name)
-    assert experiment.settings(run, 2, expected.data.source) == expected
+    assert experiment.settings(run, experiment.cells[0], 2, expected.data.source) == expected

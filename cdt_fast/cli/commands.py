@@ -7,14 +7,15 @@ import itertools
 import os
 import shlex
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from cdt_fast import experiments, tasks
 from cdt_fast.checks import InputError, printable
-from cdt_fast.files import write_json
-from cdt_fast.tables import as_text
+from cdt_fast.files import write_json, write_text
+from cdt_fast.tables import as_markdown, as_text
 from cdt_fast.tasks import TASKS
 from cdt_fast.training.interruption import Interrupted
 from cdt_fast.training.run_folder import RunFolder, RunInUse
@@ -57,22 +58,39 @@ def _free_folder(settings: RunSettings) -> Path:
 
 def reproduce(options: argparse.Namespace) -> None:
     """Train what is left of an experiment, and compare its runs."""
-    from cdt_fast.training import loop  # noqa: F401 - see above
+    from cdt_fast.experiments import running  # see above
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise InputError("reproduce trains in one process, a run after the other; launch each with cdt-fast train")
-    experiment = experiments.Experiment.load(options.name).narrowed(options.runs, options.steps, options.seeds)
+    chosen = {name: getattr(options, name) for name in ("runs", "steps", "seeds", "layers", "gammas")}
+    experiment = experiments.Experiment.load(options.name).narrowed(**chosen)
     out = Path(options.out or Path("runs") / f"{experiment.name}-{Path(options.source).stem}")
     planned = experiments.plan(experiment, options.source, out)
-    states = [run.state() for run in planned]  # all, so that a folder of another run is refused first
-    for number, (run, state) in enumerate(zip(planned, states, strict=True), 1):
-        if state == "done":
-            continue
-        print(f"run {number} of {len(planned)}: {run.path}", file=sys.stderr)
-        folder = RunFolder(run.path) if state == "begun" else RunFolder.create(run.path, run.settings)
-        _train_and_evaluate(folder, run.settings, resumed=state == "begun")
-    folders = [str(run.path) for run in planned]
-    compare(argparse.Namespace(folders=folders, out=str(out / "comparison"), json=options.json))
+    missing = [run for run in planned if run.state() != "done"]  # a folder of another run is refused here
+    data = None
+    if missing:
+        minutes, data = running.forecast(experiment, missing)
+        print(f"{len(missing)} of {len(planned)} runs to train: about {minutes:.0f} min", file=sys.stderr)
+    for number, run in enumerate(planned, 1):
+        with suppress(RunInUse):  # another process trains it
+            if (state := run.state()) == "done":
+                continue
+            print(f"run {number} of {len(planned)}: {run.path}", file=sys.stderr)
+            folder = RunFolder(run.path) if state == "begun" else RunFolder.create(run.path, run.settings)
+            _train_and_evaluate(folder, run.settings, data, resumed=state == "begun")
+    if left := [run for run in planned if run.state() != "done"]:
+        print(f"another process trains {', '.join(run.path.name for run in left)}, and compares the runs after that")
+        return
+    for cell in experiment.cells:
+        folders = [str(run.path) for run in planned if run.cell == cell]
+        compare(argparse.Namespace(folders=folders, out=str(out / "comparison" / cell.name), json=None))
+    table = running.results_table(experiment, planned)
+    write_text(out / "results.md", as_markdown(table))
+    _save(
+        options.json,
+        {str(run.path): tasks.open_evaluated(run.path).evaluation.model_dump(mode="json") for run in planned},
+    )
+    print(f"\n{as_text(table)}\n{out / 'results.md'}")
 
 
 def _is_first_process() -> bool:
@@ -80,11 +98,11 @@ def _is_first_process() -> bool:
     return int(os.environ.get("RANK", "0")) == 0
 
 
-def _train_and_evaluate(run: RunFolder, settings: RunSettings, *, resumed: bool) -> None:
+def _train_and_evaluate(run: RunFolder, settings: RunSettings, data: Any = None, *, resumed: bool) -> None:
     from cdt_fast.training import loop
 
     try:
-        loop.train(run, settings, tasks.task_of(settings), resume=resumed)
+        loop.train(run, settings, tasks.task_of(settings), data, resume=resumed)
     except (Interrupted, RunInUse):
         raise
     except BaseException:
@@ -92,7 +110,8 @@ def _train_and_evaluate(run: RunFolder, settings: RunSettings, *, resumed: bool)
             run.remove_if_untouched()
         raise
     if _is_first_process():
-        _evaluate(run, settings)
+        with run.lock():
+            _evaluate(run, settings, data)
 
 
 def evaluate(options: argparse.Namespace) -> None:
@@ -102,7 +121,7 @@ def evaluate(options: argparse.Namespace) -> None:
         if options.gammas is not None:
             settings.set("evaluation", "gammas", options.gammas)
             settings.check_noise()
-        _evaluate(run, settings, options.json, gammas=options.gammas)
+        _evaluate(run, settings, json=options.json, gammas=options.gammas)
         return
     if options.gammas is not None:
         raise InputError("--gammas and --clips cannot be given together: clips are measured at noise of 10 to 50")
@@ -120,10 +139,12 @@ def _check_is_video(run: RunFolder, settings: RunSettings, what: str) -> None:
         raise InputError(f"{run.path}: is a run of `train {settings.task}`; {what}")
 
 
-def _evaluate(run: RunFolder, settings: RunSettings, json: str | None = None, gammas: str | None = None) -> None:
+def _evaluate(
+    run: RunFolder, settings: RunSettings, data: Any = None, json: str | None = None, gammas: str | None = None
+) -> None:
     from cdt_fast.training import evaluation
 
-    measured = evaluation.evaluate_run(run, settings, tasks.task_of(settings))
+    measured = evaluation.evaluate_run(run, settings, tasks.task_of(settings), data)
     _save(json, measured.evaluation.model_dump(mode="json"))
     words = ["cdt-fast", "evaluate", str(run.path), *([] if gammas is None else ["--gammas", gammas])]
     _report([measured], run.path, shlex.join(words))

@@ -128,6 +128,8 @@ def build_parser() -> Parser:
     add("source", metavar="SOURCE", help="where its data are")
     add("--seeds", type=numbers, metavar="LIST", help="seeds of each run, as in 0,1,2 (the experiment's)")
     add("--runs", type=lambda names: names.split(","), metavar="LIST", help="some of its runs by name (all)")
+    add("--layers", type=numbers, metavar="LIST", help="some of its depths, as in 3,7 (all)")
+    add("--gammas", type=levels, metavar="LIST", help="some of its levels of training noise, as in 0.15 (all)")
     add("--steps", metavar="N", type=int, help="optimizer steps of a training (the experiment's)")
     add("--out", metavar="DIR", help="folder of the runs and of their comparison (runs/NAME)")
 
@@ -144,6 +146,11 @@ def build_parser() -> Parser:
 def numbers(words: str) -> list[int]:
     """Convert words of the command line; argparse names this function in its message."""
     return [int(word) for word in words.split(",")]
+
+
+def levels(words: str) -> list[float]:
+    """As `numbers`."""
+    return [float(word) for word in words.split(",")]
 
 
 def _level(word: str) -> float | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,9 +12,24 @@ from cdt_fast.checks import InputError, suggestion
 from cdt_fast.files import read_toml
 from cdt_fast.tasks import TASKS, make_absolute, open_evaluated, open_run
 from cdt_fast.training.run_folder import RunFolder
-from cdt_fast.training.settings import RunSettings
+from cdt_fast.training.settings import RunSettings, Sections
 
 FOLDER = Path(__file__).parent
+
+
+class Cell(NamedTuple):
+    """A cell of the paper's tables: all runs of the experiment at one depth and one training noise."""
+
+    seeds: Sequence[int]
+    layers: int | None = None  # None: as the settings say
+    gamma: float | None = None
+    paper: Mapping[str, float] = {}  # the paper's figures by the names of the runs
+
+    @property
+    def name(self) -> str:
+        """Return the words before those of a run in the names of folders."""
+        words = {"layers": self.layers, "gamma": self.gamma}
+        return "-".join(f"{name}-{value:g}" for name, value in words.items() if value is not None)
 
 
 @dataclass(frozen=True)
@@ -25,34 +40,55 @@ class Experiment:
     title: str
     source: str  # what SOURCE has to be
     task: str
-    seeds: Sequence[int]
-    runs: Mapping[str, Mapping[str, Mapping[str, Any]]]  # what is different in each run, by section
-    shared: Mapping[str, Mapping[str, Any]]  # settings of all runs, by section
+    cells: Sequence[Cell]
+    runs: Mapping[str, Mapping[str, Any]]  # what is different in each run, by section; maybe constraints by a preset
+    shared: Sections = field(default_factory=dict)  # settings of all runs, by section
     preset: str | None = None  # what the settings of all runs start from in place of the defaults
+    sizes: Mapping[str, int] = field(default_factory=dict)  # of the whole data set, as its `sizes` names them
 
     @classmethod
     def load(cls, name: str) -> Experiment:
         """Read the experiment of this name, or raise InputError: there is none."""
         if name not in names():
             raise InputError(f"there is no experiment {name!r}{suggestion(name, names())}")
-        return cls(name=name, **read_toml(FOLDER / f"{name}.toml"))
+        contents = read_toml(FOLDER / f"{name}.toml")
+        return cls(name=name, cells=[Cell(**cell) for cell in contents.pop("cells")], **contents)
 
     def narrowed(
-        self, runs: Sequence[str] | None = None, steps: int | None = None, seeds: Sequence[int] | None = None
+        self,
+        runs: Sequence[str] | None = None,
+        steps: int | None = None,
+        seeds: Sequence[int] | None = None,
+        layers: Sequence[int] | None = None,
+        gammas: Sequence[float] | None = None,
     ) -> Experiment:
-        """Return the same experiment with some of its runs alone, other steps and seeds."""
+        """Return the same experiment with some of its runs and cells alone, other steps and seeds."""
         for name in runs or ():
             if name not in self.runs:
                 raise InputError(f"--runs must be of {', '.join(self.runs)}, got {name!r}")
         kept = {name: run for name, run in self.runs.items() if runs is None or name in runs}
+        cells: Sequence[Cell] = self.cells
+        for option, attribute, chosen in (("--layers", "layers", layers), ("--gammas", "gamma", gammas)):
+            for value in chosen or ():
+                known = [f"{there:g}" for cell in cells if (there := getattr(cell, attribute)) is not None]
+                if f"{value:g}" not in known:
+                    raise InputError(f"{option} must be of {', '.join(dict.fromkeys(known)) or 'none'}, got {value:g}")
+            cells = [cell for cell in cells if chosen is None or getattr(cell, attribute) in chosen]
+        cells = [cell._replace(seeds=list(dict.fromkeys(seeds or cell.seeds))) for cell in cells]
         training = {**self.shared.get("training", {}), **({} if steps is None else {"steps": steps})}
-        return replace(self, runs=kept, shared={**self.shared, "training": training}, seeds=seeds or self.seeds)
+        return replace(self, runs=kept, cells=cells, shared={**self.shared, "training": training})
 
-    def settings(self, run: str, seed: int, source: str) -> RunSettings:
+    def settings(self, run: str, cell: Cell, seed: int, source: str) -> RunSettings:
         """Return the settings of one training."""
         settings = TASKS[self.task].settings()
         settings.use_preset(self.preset)
-        for sections in (self.shared, self.runs[run], {"data": {"source": source}, "training": {"seed": seed}}):
+        own: dict[str, dict[str, Any]] = {"data": {"source": source}, "model": {}, "training": {"seed": seed}}
+        for section, name in (("model", "layers"), ("data", "gamma")):
+            if (value := getattr(cell, name)) is not None:
+                own[section][name] = value
+        other = dict(self.runs[run])
+        settings.use_preset(other.pop("preset", None))
+        for sections in (self.shared, other, own):
             for section, values in sections.items():
                 settings.update(section, values)
         make_absolute(settings)
@@ -64,6 +100,8 @@ class PlannedRun(NamedTuple):
 
     path: Path
     settings: RunSettings
+    run: str
+    cell: Cell
 
     def state(self) -> str:
         """Return what is there: "new" (nothing), "begun", or "done"; InputError: it is a run with other settings."""
@@ -98,9 +136,15 @@ def listing() -> str:
 
 
 def plan(experiment: Experiment, source: str, out: str | os.PathLike[str]) -> list[PlannedRun]:
-    """Return the trainings of an experiment, all seeds of a run one after the other."""
+    """Return the trainings of an experiment, cell by cell, the runs of a seed one after the other."""
     return [
-        PlannedRun(Path(out) / f"{run}-{seed}", experiment.settings(run, seed, source))
+        PlannedRun(
+            Path(out) / "-".join(filter(None, (cell.name, run, str(seed)))),
+            experiment.settings(run, cell, seed, source),
+            run,
+            cell,
+        )
+        for cell in experiment.cells
+        for seed in cell.seeds
         for run in experiment.runs
-        for seed in dict.fromkeys(experiment.seeds)
     ]

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from cdt_fast.checks import InputError
 from cdt_fast.files import parsed_json, shown
 from cdt_fast.listing import entries
-from cdt_fast.sequence.settings import LanguageSettings, TextDataSettings, TextSettings
+from cdt_fast.sequence.settings import LanguageSettings, TextDataSettings
 
 Row = tuple[str, Mapping[str, Any]]  # "reviews.csv, row 3", and its values by column
 # Unicode's form NFC: an é of two characters looks like that of one.
@@ -43,6 +43,11 @@ class Splits(NamedTuple):
     validation: Any
     test: Any
     num_dropped: int = 0  # rows without a class or an answer
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Return how many samples there are."""
+        return {"training texts": len(self.train) + len(self.validation), "test texts": len(self.test)}
 
 
 @dataclass(frozen=True)
@@ -95,9 +100,8 @@ class Instruction(NamedTuple):
         return f"{_TASK}{context}. {_REQUEST}\n\n### Instruction:\n{self.instruction}\n\n{about}### Response:\n"
 
 
-def load_texts(settings: TextSettings) -> Splits:
-    """Read the texts of the settings; parts that no file holds are taken from the training texts."""
-    data = settings.data
+def load_texts(data: TextDataSettings) -> Splits:
+    """Read the texts that the settings name; parts that no file holds are taken from the training texts."""
     train, *held_out = _parts_of(Path(str(data.source)), data)
     num_dropped = sum(part.num_dropped for part in (train, *held_out) if part is not None)
     # Files are often sorted by class.

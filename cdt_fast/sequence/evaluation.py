@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -17,6 +17,8 @@ from cdt_fast.sequence.tokenizers import IGNORED, EncodedSamples
 from cdt_fast.training.report import add_legend, axes_of, formatted, mark_training, plot_runs
 from cdt_fast.training.results import Evaluation, mean_margin, per_sample_statistics
 from cdt_fast.training.task import EvaluatedRun, Table
+
+_TEXTS_AT_ONCE = 64
 
 
 class SequenceEvaluation(Evaluation):
@@ -34,6 +36,13 @@ class SequenceEvaluation(Evaluation):
     classes: list[str] | None = None  # of labeled texts
     vocabulary: int | None = None  # of a language model, whose accuracy is that of its tokens
 
+    HEADLINE: ClassVar[str] = "area under accuracy(γ)"
+
+    @property
+    def headline(self) -> float:
+        """Return the figure of the paper's tables."""
+        return math.nan if self.auc is None else self.auc
+
 
 @torch.no_grad()
 def measure(network: Network, test: EncodedSamples, settings: SequenceSettings) -> dict[str, Any]:
@@ -47,25 +56,29 @@ def measure(network: Network, test: EncodedSamples, settings: SequenceSettings) 
     use_cuda = settings.training.device != "cpu" and torch.cuda.is_available()
     device = torch.device("cuda" if use_cuda else "cpu")
     network.model.to(device).eval()
-    gammas = dict.fromkeys((*levels, training_gamma))
+    found: dict[float, list[Any]] = {gamma: [] for gamma in (*levels, training_gamma)}
+    # Texts of about the same length together, with little padding.
+    order = sorted(range(len(test)), key=lambda index: test.rows[index].shape[1])
+    size = settings.training.batch if test.targets[0].dim() else max(settings.training.batch, _TEXTS_AT_ONCE)
+    with progress_bar(total=len(test), desc="evaluate", unit="sample") as bar, network.perturbed(settings) as noise:
+        for start in range(0, len(order), size):
+            chosen = order[start : start + size]
+            inputs, targets = test.batch(chosen, network.padding_id, device)
+            noise.samples = torch.tensor(chosen, device=device)  # the noise of a text, up to its strength, is one
+            # The label of a token is the next one, as language models shift them.
+            labels = targets if targets.dim() == 1 else nn.functional.pad(targets, (0, 1), value=IGNORED)[:, 1:]
+            labels = labels.view(len(labels), -1)
+            for noise.gamma, parts in found.items():
+                # Depth by depth: a language model's logits are too large to be held for all depths at once.
+                depths = [_read(logits.flatten(0, -2), labels) for logits in network.depth_logits(inputs)]
+                parts.append([*map(torch.stack, zip(*depths, strict=True)), (labels != IGNORED).sum(1)])
+            bar.update(len(chosen))
     sums, correct, counts = {}, {}, torch.zeros(0)
-    with progress_bar(total=len(gammas) * len(test), desc="evaluate", unit="sample") as bar:
-        for gamma in gammas:
-            parts = []
-            with network.perturbed(settings, gamma):  # with the same draws at every γ
-                for inputs, targets, _ in test.batches(settings.training.batch, network.padding_id, device):
-                    # The label of a token is the next one, as language models shift them.
-                    labels = targets if targets.dim() == 1 else nn.functional.pad(targets, (0, 1), value=IGNORED)[:, 1:]
-                    labels = labels.view(len(labels), -1)
-                    # Depth by depth: a language model's logits are too large to be held for all depths at once.
-                    depths = [_read(logits.flatten(0, -2), labels) for logits in network.depth_logits(inputs)]
-                    parts.append([*map(torch.stack, zip(*depths, strict=True)), (labels != IGNORED).sum(1)])
-                    bar.update(len(targets))
-            # `[L+1, samples]` each, and `[samples]`
-            sums[gamma], right, counts = (torch.cat(part, -1).cpu() for part in zip(*parts, strict=True))
-            correct[gamma] = right.sum(1).tolist()
+    for gamma, parts in found.items():  # `[L+1, samples]` each, and `[samples]`
+        sums[gamma], right, counts = (torch.cat(part, -1).cpu() for part in zip(*parts, strict=True))
+        correct[gamma] = right.sum(1).tolist()
     answers = int(counts.sum())
-    losses = {gamma: (sums[gamma].sum(1) / answers).tolist() for gamma in gammas}
+    losses = {gamma: (sums[gamma].sum(1) / answers).tolist() for gamma in found}
     accuracy = [correct[gamma][-1] / answers for gamma in levels]
     area = sum((g1 - g0) * (a0 + a1) / 2 for (g0, a0), (g1, a1) in pairwise(zip(levels, accuracy, strict=True)))
     return {

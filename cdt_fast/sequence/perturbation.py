@@ -86,6 +86,7 @@ class perturbed:
             std = torch.tensor(check_non_negative("std", std), dtype=torch.float64)
         self.gamma, self.seed = check_non_negative("gamma", gamma), check_integer("seed", seed, 0) % 2**62
         self.padding_id, self.std, self.samples, self.next_sample = padding_id, std.detach(), samples, 0
+        self._drawn: tuple[Any, Any] = None, None  # `samples`, and what was drawn for them, for another gamma
 
     def __enter__(self) -> perturbed:
         self._handle = self._embedding.register_forward_hook(self._perturb, with_kwargs=True)
@@ -103,16 +104,24 @@ class perturbed:
             self.next_sample += len(tokens)
         if self.gamma == 0.0:
             return embedded
-        places = torch.arange(tokens.shape[-1], device=ids.device).expand_as(tokens)
+        before, noise = self._drawn
+        if before is not samples or noise.shape != embedded.shape:
+            noise = self._draw(tokens, samples, embedded.shape)
+        if self.samples is not None:
+            self._drawn = samples, noise
+        std = self.std.to(embedded.device, torch.promote_types(embedded.dtype, torch.float32))
+        return embedded + (self.gamma * std * noise).to(embedded.dtype)
+
+    def _draw(self, tokens: Tensor, samples: Tensor, shape: torch.Size) -> Tensor:
+        """Return numbers of variance 1 in this shape, `[..., T, width]`, for texts of ids `[texts, T]`."""
+        places = torch.arange(tokens.shape[-1], device=tokens.device).expand_as(tokens)
         if self.padding_id is not None:  # padding on the left moves nothing
             leading = ((tokens != self.padding_id).cumsum(-1) == 0).sum(-1, keepdim=True)
             places = (places - leading).clamp(min=0)
         samples = samples.unsqueeze(-1)
         keys = hashed(hashed(torch.full_like(samples, self.seed), samples), places)  # a stream a token
-        components = torch.arange(embedded.shape[-1], device=ids.device)
-        noise = unit_gaussian(hashed(keys.unsqueeze(-1), components)).view(embedded.shape)
-        std = self.std.to(embedded.device, torch.promote_types(embedded.dtype, torch.float32))
-        return embedded + (self.gamma * std * noise).to(embedded.dtype)
+        components = torch.arange(shape[-1], device=tokens.device)
+        return unit_gaussian(hashed(keys.unsqueeze(-1), components)).view(shape)
 
 
 def word_embeddings(model: nn.Module) -> nn.Module:

@@ -16,11 +16,11 @@ from cdt_fast.training.settings import RunSettings
 from cdt_fast.training.task import EvaluatedRun, Task
 
 
-def evaluate_run(folder: RunFolder, settings: RunSettings, task: Task) -> EvaluatedRun:
-    """Measure the model that a run kept, and write `evaluation.json`."""
+def evaluate_run(folder: RunFolder, settings: RunSettings, task: Task, data: Any = None) -> EvaluatedRun:
+    """Measure the model that a run kept, and write `evaluation.json`; `data`: as `train`."""
     disable_malloc_trim()
     state = load_checkpoint(folder.checkpoint, run=run_identity(settings))
-    data = task.load(settings)
+    data = task.load(settings) if data is None else data
     saved = DescentConstraints.saved_settings(state["constraints"])
     used = saved["reference"]  # at most the loss of a guess, which only the training knew
     constraints = build_constraints(settings, saved["layers"], used if isinstance(used, float) else None)

@@ -38,11 +38,14 @@ LOG_EVERY = 10  # optimizer steps between lines of metrics.jsonl
 _SCATTER, _HOPELESS = 1.1, 2.0
 
 
-def train(run: RunFolder, settings: RunSettings, task: Task, *, resume: bool = False, progress: bool = True) -> None:
+def train(
+    run: RunFolder, settings: RunSettings, task: Task, data: Any = None, *, resume: bool = False, progress: bool = True
+) -> None:
     """Train to the end, or until a signal, and leave the best model in `run.model`.
 
     Args:
         run: the run folder; its `config.toml` exists.
+        data: what the task loads for these settings, where it has been loaded.
         resume: continue from the checkpoint, bit for bit. Without one the run starts at its beginning.
         progress: say on stderr what the data are and how the training goes.
 
@@ -59,7 +62,8 @@ def train(run: RunFolder, settings: RunSettings, task: Task, *, resume: bool = F
     with run.lock() if main else nullcontext():
         resumes = resume and run.checkpoint.exists()
         state = load_checkpoint(run.checkpoint, run=run_identity(settings)) if resumes else None
-        trainer = Trainer(run, settings, task, task.load(settings, progress), accelerator)
+        data = task.load(settings, progress) if data is None else data
+        trainer = Trainer(run, settings, task, data, accelerator)
         if state is not None:
             trainer.load(state)
         if progress:

@@ -39,7 +39,7 @@ def read(path: Path, **settings: Any) -> TextData:
 def load(task: str, source: Path, **shares: float) -> Any:
     config: Any = TASKS[task].settings()
     config.update("data", {"source": str(source), **shares})
-    return load_texts(config) if task == "text" else load_instructions(config)
+    return load_texts(config.data) if task == "text" else load_instructions(config)
 
 
 # Files

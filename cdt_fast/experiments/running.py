@@ -1,0 +1,100 @@
+"""What `cdt-fast reproduce` says before an experiment starts, and the table that it ends with."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from accelerate import Accelerator
+
+from cdt_fast.checks import InputError
+from cdt_fast.experiments import Experiment, PlannedRun
+from cdt_fast.progress import progress_bar
+from cdt_fast.tasks import open_evaluated, task_of
+from cdt_fast.training.checkpoint import saved_step
+from cdt_fast.training.loop import Trainer
+from cdt_fast.training.results import t_quantile
+from cdt_fast.training.run_folder import RunFolder
+from cdt_fast.training.task import Table
+
+_TIMED_STEPS = 3
+
+
+class _Times(NamedTuple):
+    """The steps of a training, and the seconds of its parts."""
+
+    steps: int
+    step: float
+    validation: float
+    evaluation: float
+
+
+def forecast(experiment: Experiment, planned: Sequence[PlannedRun]) -> tuple[float, Any]:
+    """Return how many minutes the runs will take, from a few steps and a validation of each kind of network, and the
+    data, which are those of all of them.
+
+    InputError: the data are not those of the experiment, or a run cannot be trained on them.
+    """
+    settings = planned[0].settings
+    data = task_of(settings).load(settings)
+    for name, size in experiment.sizes.items():
+        if data.sizes[name] != size:
+            found = f"holds {data.sizes[name]:,} {name}, not the {size:,} of {experiment.source}"
+            raise InputError(f"{settings.data.source}: {found}")
+    seconds, known = 0.0, dict[Any, _Times]()
+    for run in progress_bar(planned, desc="forecast", unit="run"):
+        kind = run.cell.layers, run.run
+        if kind not in known:
+            known[kind] = _times(run, data)
+        times, training = known[kind], run.settings.training
+        left = times.steps - saved_step(RunFolder(run.path).checkpoint)
+        seconds += left * times.step + left / training.validate_every * times.validation + times.evaluation
+    return seconds / 60, data
+
+
+def _times(run: PlannedRun, data: Any) -> _Times:
+    settings = run.settings
+    with tempfile.TemporaryDirectory() as folder:
+        accelerator = Accelerator(cpu=settings.training.device == "cpu")
+        trainer = Trainer(RunFolder(folder), settings, task_of(settings), data, accelerator)
+        ends = []
+        for work in (trainer._train_step, *[trainer._train_step] * _TIMED_STEPS, trainer._validate):
+            work()
+            trainer.step += 1
+            ends.append(time.perf_counter())
+    levels = len(settings.evaluation.gammas) + 1
+    validation = ends[-1] - ends[-2]
+    evaluation = validation * levels * len(data.test) / len(data.validation)
+    return _Times(trainer.workload.steps, (ends[-2] - ends[0]) / _TIMED_STEPS, validation, evaluation)
+
+
+def results_table(experiment: Experiment, planned: Sequence[PlannedRun]) -> Table:
+    """Return the headline of every run, cell by cell: the mean over its seeds, with half of its 95 % interval, and in
+    how many of them the constraints hold on test data; beside it the paper's figure."""
+    first = open_evaluated(planned[0].path).evaluation
+    rows = [[first.HEADLINE, "layers", "γ", "the paper", "here", "seeds", "feasible", "every layer descends"]]
+    for cell in experiment.cells:
+        for name in experiment.runs:
+            found = [open_evaluated(run.path).evaluation for run in planned if (run.cell, run.run) == (cell, name)]
+            values = [evaluation.headline for evaluation in found]
+            shown = f"{statistics.fmean(values):.3f}"
+            if len(values) > 1:
+                margin = t_quantile(0.975, len(values) - 1) * statistics.stdev(values) / len(values) ** 0.5
+                shown += f" ±{margin:.3f}"
+            feasible = sum(one.feasible for one in found) if found[0].constrained else None
+            descends = sum(all(ratio is not None and ratio < 1 for ratio in one.layer_ratio) for one in found)
+            paper = cell.paper.get(name)
+            rows.append([
+                name,
+                str(found[0].layers),
+                f"{found[0].training_gamma:g}",
+                "" if paper is None else f"{paper:.3f}",
+                shown,
+                str(len(found)),
+                "" if feasible is None else f"{feasible} of {len(found)}",
+                f"{descends} of {len(found)}",
+            ])  # fmt: skip
+    return rows
