@@ -12,7 +12,7 @@ import tomli_w
 from cdt_fast import experiments
 from cdt_fast.checks import InputError
 from cdt_fast.experiments import running
-from cdt_fast.tasks import open_run
+from cdt_fast.tasks import open_evaluated, open_run
 from cdt_fast.training import loop
 from cdt_fast.training.results import t_quantile
 from cdt_fast.training.run_folder import RunFolder
@@ -103,6 +103,38 @@ def test_a_signal_says_how_to_go_on(call: Call, clip: Path, tmp_path: Path, monk
     assert resumed == [False, False, True]
 
 
+@pytest.mark.usefixtures("tiny_experiment")
+def test_two_processes_share_the_runs_of_a_folder(call: Call, clip: Path, tmp_path: Path) -> None:
+    """A run that another process trains is passed over; the process that ends last compares them."""
+    out = tmp_path / "out"
+    assert call("reproduce", "tiny", clip, "--out", out, "--runs", "plain", "--seeds", "0").status == 0
+    (out / "results.md").unlink()
+    (out / "plain-0" / "report.md").unlink()  # the other process is about to write it
+    with RunFolder(out / "plain-0").lock():
+        answer = call("reproduce", "tiny", clip, "--out", out, "--seeds", "0")
+    assert answer.status == 0, answer
+    assert answer.out.splitlines()[-1] == "another process trains plain-0, and compares the runs after that"
+    assert (out / "constrained-0" / "report.md").exists()
+    assert not (out / "results.md").exists()
+    answer = call("reproduce", "tiny", clip, "--out", out, "--seeds", "0")
+    assert answer.err.startswith("1 of 2 runs to train: about ")
+    rows = [[word.strip() for word in line.split("|")[1:-1]] for line in (out / "results.md").read_text().splitlines()]
+    assert rows[0] == ["mean RMSE", "layers", "γ", "the paper", "here", "seeds", "feasible", "every layer descends"]
+    assert [row[0] for row in rows[2:]] == ["plain", "constrained"]
+    assert [row[1:4] for row in rows[2:]] == [["2", "0.15", ""]] * 2
+    expected = [open_evaluated(out / f"{name}-0").evaluation.mean_rmse for name in ("plain", "constrained")]
+    assert [row[4] for row in rows[2:]] == [f"{value:.3f}" for value in expected]
+
+
+def test_another_data_set_is_refused_before_anything_is_trained(
+    call: Call, clip: Path, tmp_path: Path, tiny_experiment: Path
+) -> None:
+    tiny_experiment.write_text('sizes = { "training frames" = 61 }\n' + tiny_experiment.read_text())
+    line = call("reproduce", "tiny", clip, "--out", tmp_path / "out").line()
+    assert line.strip().endswith(f"{clip}: holds 60 training frames, not the 61 of a clip")
+    assert not (tmp_path / "out").exists()
+
+
 def test_some_of_the_runs_and_other_steps(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained = []
     monkeypatch.setattr(running, "forecast", lambda *_: (1.0, None))
@@ -148,6 +180,9 @@ def test_a_folder_with_a_run_of_other_settings_is_left_alone(
         (["film", "clip"], "there is no experiment 'film'; known: ablation"),
         (["video", "clip", "--seeds", "0,a"], "argument --seeds: invalid numbers value: '0,a'"),
         (["video", "clip", "--runs", "tied,deep"], "--runs must be of tied, untied, constrained, got 'deep'"),
+        (["video", "clip", "--layers", "7"], "--layers must be of none, got 7"),
+        (["paper-encoder", "imdb"], "--model is missing, the folder of the network that paper-encoder trains"),
+        (["paper-dust", "ped2", "--model", "vit"], "--model: paper-dust takes no pretrained network"),
         (["video", "clip", "--steps", "0"], "[training] steps must be greater than or equal to 1, got 0"),
         (["video", "clip", "--seeds", "-1"], "[training] seed must be greater than or equal to 0, got -1"),
     ],

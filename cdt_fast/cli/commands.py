@@ -62,7 +62,7 @@ def reproduce(options: argparse.Namespace) -> None:
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise InputError("reproduce trains in one process, a run after the other; launch each with cdt-fast train")
-    chosen = {name: getattr(options, name) for name in ("runs", "steps", "seeds", "layers", "gammas")}
+    chosen = {name: getattr(options, name) for name in ("runs", "steps", "seeds", "layers", "gammas", "model")}
     experiment = experiments.Experiment.load(options.name).narrowed(**chosen)
     out = Path(options.out or Path("runs") / f"{experiment.name}-{Path(options.source).stem}")
     planned = experiments.plan(experiment, options.source, out)

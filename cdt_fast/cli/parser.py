@@ -131,6 +131,7 @@ def build_parser() -> Parser:
     add("--layers", type=numbers, metavar="LIST", help="some of its depths, as in 3,7 (all)")
     add("--gammas", type=levels, metavar="LIST", help="some of its levels of training noise, as in 0.15 (all)")
     add("--steps", metavar="N", type=int, help="optimizer steps of a training (the experiment's)")
+    add("--model", metavar="DIR", help="pretrained network to train, or to take the word embeddings of a text UT from")
     add("--out", metavar="DIR", help="folder of the runs and of their comparison (runs/NAME)")
 
     text = "measure ops and training steps against other ways to do the same"

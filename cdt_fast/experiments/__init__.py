@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cdt_fast.checks import InputError, suggestion
+from cdt_fast.constraints.presets import PAPER_ROWS
 from cdt_fast.files import read_toml
 from cdt_fast.tasks import TASKS, make_absolute, open_evaluated, open_run
 from cdt_fast.training.run_folder import RunFolder
@@ -44,6 +45,7 @@ class Experiment:
     runs: Mapping[str, Mapping[str, Any]]  # what is different in each run, by section; maybe constraints by a preset
     shared: Sections = field(default_factory=dict)  # settings of all runs, by section
     preset: str | None = None  # what the settings of all runs start from in place of the defaults
+    pretrained: str = ""  # the setting of [model] that --model sets: the folder of a network, or of its embeddings
     sizes: Mapping[str, int] = field(default_factory=dict)  # of the whole data set, as its `sizes` names them
 
     @classmethod
@@ -61,8 +63,9 @@ class Experiment:
         seeds: Sequence[int] | None = None,
         layers: Sequence[int] | None = None,
         gammas: Sequence[float] | None = None,
+        model: str | None = None,
     ) -> Experiment:
-        """Return the same experiment with some of its runs and cells alone, other steps and seeds."""
+        """Return the same experiment with some of its runs and cells alone, other steps and seeds, and a network."""
         for name in runs or ():
             if name not in self.runs:
                 raise InputError(f"--runs must be of {', '.join(self.runs)}, got {name!r}")
@@ -76,7 +79,15 @@ class Experiment:
             cells = [cell for cell in cells if chosen is None or getattr(cell, attribute) in chosen]
         cells = [cell._replace(seeds=list(dict.fromkeys(seeds or cell.seeds))) for cell in cells]
         training = {**self.shared.get("training", {}), **({} if steps is None else {"steps": steps})}
-        return replace(self, runs=kept, cells=cells, shared={**self.shared, "training": training})
+        network = dict(self.shared.get("model", {}))
+        if model is not None:
+            if not self.pretrained:
+                raise InputError(f"--model: {self.name} takes no pretrained network")
+            network[self.pretrained] = model
+        elif self.preset in PAPER_ROWS and PAPER_ROWS[self.preset].pretrained:
+            raise InputError(f"--model is missing, the folder of the network that {self.name} trains")
+        shared = {**self.shared, "model": network, "training": training}
+        return replace(self, runs=kept, cells=cells, shared=shared)
 
     def settings(self, run: str, cell: Cell, seed: int, source: str) -> RunSettings:
         """Return the settings of one training."""
