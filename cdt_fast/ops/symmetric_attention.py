@@ -60,18 +60,22 @@ def symmetric_attention(
     # No tile holds the rows of a long sequence of wide tokens: a kernel would form their scores anew for each chunk of
     # the result, in 2.8 to 5.2 times the FLOP of the library's products.
     backend = common.choose_backend("symmetric_attention", tokens, multiplies=True)
-    if tokens.shape[1] > common.LONGEST and _widest(z, values) > common.WIDEST:
+    if not _packed(tokens) and _widest(z, values) > common.WIDEST:
         backend = "torch"
+    mixed = None if values is None else common.sequences(values, dtype)
+    # Rows that are no multiple of 16 bytes are loaded in parts, and the kernels spill.
+    align = 16 // dtype.itemsize if backend == "triton" and not _packed(tokens) else 1
     output, *_ = common.caller(_direct, _operator, z, values)(
-        tokens,
-        None if values is None else common.sequences(values, dtype),
+        _with_width(tokens, -(-z.shape[-1] // align) * align),
+        None if mixed is None else _with_width(mixed, -(-mixed.shape[-1] // align) * align),
         common.length_of_each(lengths),
         common.check_factor("scale", scale, dtype=dtype),
         common.check_flag("energy", energy),
         torch.is_grad_enabled() and (z.requires_grad or (values is not None and values.requires_grad)),
         backend,
     )
-    return output.view(*z.shape[:-1], output.shape[-1])
+    width = (z if values is None else values).shape[-1]
+    return _with_width(output, width).view(*z.shape[:-1], width)
 
 
 def symmetric_attention_reference(
@@ -208,6 +212,12 @@ _gradients_operator = common.define("symmetric_attention_backward", _gradients, 
 def _packed(z: Tensor) -> bool:
     """Return whether a tile of a kernel holds whole sequences."""
     return z.shape[1] <= common.LONGEST
+
+
+def _with_width(tensor: Tensor, width: int) -> Tensor:
+    """Append columns of zeros, or cut columns off."""
+    missing = width - tensor.shape[-1]
+    return torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor
 
 
 def _keeps_remainder(z: Tensor, keeps: bool) -> bool:

@@ -55,7 +55,7 @@ SIZES = {
     "above and below a tile": (3, 17, 15, 17),
     "several in a tile": (7, 5, 33, 33),
     "several tiles": (2, 64, 70, 140),
-    "long": (1, 200, 20, 40),
+    "long": (1, 200, 20, 41),
     "wide": (2, 3, 259, 20),
 }
 QUICK_SIZES = ("ones", "several in a tile")
