@@ -119,7 +119,7 @@ def _forward(
             packed, keeps_remainder = _packed(z), _keeps_remainder(z, keeps)
             long = kernels.STREAMING_BLOCKS if z.shape[1] > kernels.SHORT else kernels.SHORT_BLOCKS
             table = kernels.PACKED_BLOCKS if packed else long
-            blocks = common.blocks_for(table, z, z.shape[1] if packed else _widest(z, values))
+            blocks = common.blocks_for(table, z, z.shape[1] if packed else _size(z, values, energy))
             found = kernels.forward(z, values, lengths, scale, energy, packed, keeps_remainder, blocks)
             return found[0], found[1], z.new_empty(0) if found[2] is None else found[2]
     kept = _memory_to_keep(z, values, keeps)
@@ -172,7 +172,7 @@ def _gradients(
             packed, remainder = _packed(z), kept if kept.dim() > 1 else None
             long = kernels.STREAMING_BACKWARD_BLOCKS if z.shape[1] > kernels.SHORT else kernels.SHORT_BACKWARD_BLOCKS
             table = kernels.PACKED_BACKWARD_BLOCKS if packed else long
-            blocks = common.blocks_for(table, z, z.shape[1] if packed else _widest(z, values))
+            blocks = common.blocks_for(table, z, z.shape[1] if packed else _size(z, values, energy))
             tensors = grad_output, z, values, lengths, output, log_sum_exp, remainder
             needs_z, needs_values = needs
             found = kernels.backward(*tensors, scale, energy, needs_z, needs_values, packed, blocks)
@@ -227,6 +227,11 @@ def _keeps_remainder(z: Tensor, keeps: bool) -> bool:
 
 def _widest(z: Tensor, values: Tensor | None) -> int:
     return max(z.shape[-1], 0 if values is None else values.shape[-1])
+
+
+def _size(z: Tensor, values: Tensor | None, energy: bool) -> int:
+    """Return the width by which a block is chosen: with `energy` the greatest, as the norms take registers too."""
+    return common.WIDEST if energy else _widest(z, values)
 
 
 # Plain torch, a panel of scores at a time
