@@ -137,6 +137,12 @@ def call_ops(dtype: torch.dtype, with_flags: bool = True) -> None:
             differentiate(attend, z, tensor(batch, tokens, width))
             differentiate(attend, z, lengths=lengths[:batch])
             differentiate(attend, z, energy=True)
+    # Short and long sequences, rows that are not aligned, and all that takes registers.
+    for tokens, width in ((160, 64), (160, 128), (1024, 64), (1024, 128), (1024, 97), (1024, 225)) if every else ():
+        z = tensor(64, tokens, width)
+        differentiate(attend, z)
+        differentiate(attend, z, energy=True)
+        differentiate(attend, z, tensor(64, tokens, width), lengths=lengths[:64], energy=True)
     for width in (256, 64):
         step = tensor(64_000, 1024), tensor(64_000, width), tensor(width, 1024)
         for nonlinearity in ("soft_threshold", "relu") if every else ("soft_threshold",):
