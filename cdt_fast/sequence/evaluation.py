@@ -57,12 +57,13 @@ def measure(network: Network, test: EncodedSamples, settings: SequenceSettings) 
     device = torch.device("cuda" if use_cuda else "cpu")
     network.model.to(device).eval()
     found: dict[float, list[Any]] = {gamma: [] for gamma in (*levels, training_gamma)}
-    # Texts of about the same length together, with little padding.
-    order = sorted(range(len(test)), key=lambda index: test.rows[index].shape[1])
     size = settings.training.batch if test.targets[0].dim() else max(settings.training.batch, _TEXTS_AT_ONCE)
+    by_length: dict[int, list[int]] = {}  # texts of one length together, without padding
+    for index, row in enumerate(test.rows):
+        by_length.setdefault(row.shape[1], []).append(index)
+    groups = (group[start : start + size] for group in by_length.values() for start in range(0, len(group), size))
     with progress_bar(total=len(test), desc="evaluate", unit="sample") as bar, network.perturbed(settings) as noise:
-        for start in range(0, len(order), size):
-            chosen = order[start : start + size]
+        for chosen in groups:
             inputs, targets = test.batch(chosen, network.padding_id, device)
             noise.samples = torch.tensor(chosen, device=device)  # the noise of a text, up to its strength, is one
             # The label of a token is the next one, as language models shift them.
