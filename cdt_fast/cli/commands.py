@@ -164,12 +164,9 @@ def compare(options: argparse.Namespace) -> None:
 def _report(runs: list[Any], folder: str | Path, command: str) -> None:
     from cdt_fast.training import report
 
-    for table in report.tables(runs):
+    for table in (*runs[0].task.report(runs).tables, report.verdict_table(runs)):
         print("\n" + as_text(table))
-    print()
-    for run in runs:
-        print(f"{run.label}: " * (len(runs) > 1) + report.judgment(run, runs))
-    print(f"report: {report.write_report(folder, runs, command)}")
+    print("", *report.remarks(runs), f"report: {report.write_report(folder, runs, command)}", sep="\n")
 
 
 def _save(path: str | None, value: Any) -> None:

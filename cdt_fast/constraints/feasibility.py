@@ -50,11 +50,6 @@ class FeasibilityReport:
     unjudged: int
     caveat: str
 
-    @property
-    def judged(self) -> int:
-        """Return how many constraints were judged."""
-        return len(self._relative())
-
     def as_dict(self) -> dict[str, Any]:
         """Return the fields for `json.dump`. A number that is not finite becomes None: JSON cannot represent it."""
         return {name: _finite_or_none(value) for name, value in asdict(self).items()}

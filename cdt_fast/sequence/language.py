@@ -58,7 +58,7 @@ def report(runs: Sequence[EvaluatedRun]) -> Report:
     for run in runs:
         losses = [depths[-1] for depths in run.evaluation.depth_loss]
         perplexity.append([run.label, *(f"{math.exp(min(loss, 700.0)):.4g}" for loss in losses)])
-    return reported(runs, [perplexity, accuracy_table(runs, "accuracy of tokens")], SAMPLES, "sequence")
+    return reported(runs, [perplexity, accuracy_table(runs, "accuracy of tokens")])
 
 
 def _network(name: str | Path, settings: LanguageModelSettings, download: bool = False) -> PretrainedNetwork:

@@ -116,8 +116,8 @@ def described(settings: SequenceSettings, data: Splits, subject: str, dropped: s
     return f"{settings.data.source}: {subject}: {parts}{note}"
 
 
-def reported(runs: Sequence[EvaluatedRun], tables: list[Table], samples: str, sample: str) -> Report:
-    """Return the `Report` of runs with these tables, on `samples` (in the plural)."""
+def reported(runs: Sequence[EvaluatedRun], tables: list[Table]) -> Report:
+    """Return the `Report` of runs with these tables."""
     values = runs[0].evaluation
     tokens = "" if values.answers == values.test_texts else f" with {values.answers:,} tokens to predict"
     choices = len(values.classes) if values.vocabulary is None else values.vocabulary
@@ -126,14 +126,12 @@ def reported(runs: Sequence[EvaluatedRun], tables: list[Table], samples: str, sa
         f"word embeddings, in training γ = {runs[0].settings.shown_noise}. Accuracy with half of its 95 % interval; "
         f"area: that under accuracy over γ, by the trapezoid. Losses: cross-entropy in nats, at γ = "
         f"{values.training_gamma:g}.",
-        sample=sample,
         # Losses of tokens of another vocabulary are not of one scale.
         must_agree={"vocabulary": values.vocabulary, "test_digest": values.test_digest},
         measure=f"loss at γ {values.training_gamma:g}",
         depths=values.layer_loss,
         references={f"a guess among {choices:,}": math.log(choices)},
         margins=values.layer_loss_margin,
-        samples=f"{values.test_texts:,} {samples}",
         tables=tables,
         pictures=[("accuracy_over_noise.png", "accuracy over γ", draw_accuracy)],
     )

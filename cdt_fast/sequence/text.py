@@ -69,7 +69,7 @@ def evaluate(folder: RunFolder, settings: TextSettings, data: Splits) -> dict[st
 
 
 def report(runs: Sequence[EvaluatedRun]) -> Report:
-    return reported(runs, [accuracy_table(runs, "accuracy")], SAMPLES, "text")
+    return reported(runs, [accuracy_table(runs, "accuracy")])
 
 
 def _build_encoder(settings: TextModelSettings, names: list[str]) -> tuple[PretrainedNetwork, list[str]]:

@@ -25,14 +25,10 @@ def evaluate_run(folder: RunFolder, settings: RunSettings, task: Task, data: Any
     used = saved["reference"]  # at most the loss of a guess, which only the training knew
     constraints = build_constraints(settings, saved["layers"], used if isinstance(used, float) else None)
     constraints.load_state_dict(state["constraints"])
-    progress_made = {"trained_steps": state["step"], "steps": state["steps"]}
-    if state["best"] is not None:
-        progress_made |= {"kept_step": state["best"]["step"], "warmup_steps": settings.warmup_steps(len(data.train))}
-        logged = [entry for entry in folder.read_metrics() if "validation" in entry and entry["step"] <= state["step"]]
-        if logged and logged[0]["step"] == 0:
-            untrained, final = (entry["validation"]["loss"][-1] for entry in (logged[0], logged[-1]))
-            kept = state["best"]["loss"][-1]
-            progress_made |= {"untrained_loss": untrained, "kept_loss": kept, "final_loss": final}
+    best, untrained = state["best"], (entry for entry in folder.read_metrics() if entry["step"] == 0)
+    progress_made = {"trained_steps": state["step"], "steps": state["steps"], "kept_step": best["step"]}
+    progress_made |= {"warmup_steps": settings.warmup_steps(len(data.train)), "kept_loss": best["loss"][-1]}
+    progress_made["untrained_loss"] = next((entry["validation"]["loss"][-1] for entry in untrained), None)
     measured = task.evaluate(folder, settings, data)
     evaluation = task.Evaluation.model_validate({**judged(measured, settings, constraints), **progress_made})
     run = EvaluatedRun(folder, settings, task, evaluation)
@@ -55,97 +51,51 @@ def judged(measured: dict[str, Any], settings: RunSettings, constraints: Descent
         "rate": constraints.options.rate or [None] * constraints.layers,
         "feasible": found["feasible"],
         "violation": found["violation"],
-        "report": {**found, "judged": report.judged, "text": str(report)},
+        "report": {**found, "text": str(report)},
     }
 
 
-def verdict(run: EvaluatedRun, others: Sequence[EvaluatedRun] = ()) -> tuple[bool, str]:
-    """Return whether a run is a success, and its checks in words.
+def verdict(run: EvaluatedRun) -> tuple[bool, str]:
+    """Return whether a run is a success, which passes all checks with a trained model, and in a line what it lacks."""
+    missed = ["training gained nothing"] * (run.evaluation.kept_step == 0)
+    for name, answer in checks(run, [run]).items():
+        if answer not in ("yes", ""):
+            bounds = "bounds do not hold" if answer == "no" else f"bounds {answer}"
+            missed.append(bounds if name == "bounds hold" else f"not {name}")
+    return not missed, f"no success: {'; '.join(missed)}" if missed else "success"
 
-    A success satisfies its constraints, if it has some, has kept a trained model, and its last depth is better than the
-    input, every baseline without weights and the plain run, if one is among `others`, runs on the same data: by more
-    than chance explains, where the margins of the losses are known. Those of two runs count as independent, which on
-    the same samples is cautious.
+
+def checks(run: EvaluatedRun, runs: Sequence[EvaluatedRun]) -> dict[str, str]:
+    """Return what is asked of one of `runs`, on the same data, and the answers: "" where a check does not apply.
+
+    Chance explains what is within the margins of the losses, where they are known. Those of two runs count as
+    independent, which on the same samples is cautious.
     """
-    own, values = run.task.report([run]), run.evaluation
+    own, values, plain = run.task.report([run]), run.evaluation, plain_run(run, runs)
     last, margin = own.depths[-1], (own.margins or [0.0])[-1]
-    references = {name: (value, margin) for name, value in own.references.items()}
-    plain = plain_run(run, others)
-    if plain is not None:
-        other = plain.task.report([plain])
-        both = math.hypot(margin, (other.margins or [margin])[-1])
-        references[f"plain training ({plain.name or plain.folder.name})"] = other.depths[-1], both
-    digits = _digits_apart(last, [value for value, _ in references.values()])
-    checks = _bounds_check(values)
-    if values.kept_step == 0:
-        checks["a trained model is kept"] = "no, training gained nothing"
-    for name, (value, chance) in references.items():
-        answer = "yes" if value > last else "no"
+
+    def better(value: float, chance: float) -> str:
         if chance > 0 and abs(value - last) <= chance:
-            answer = "no difference beyond chance"
-        checks[f"better than {name} ({value:.{digits}g})"] = answer
-    success = all(answer.startswith("yes") for answer in checks.values())
-    shown = f"{last:.{digits}g}" + (f" ±{margin:.2g} on {own.samples}" if margin else "")
-    words = [f"{own.measure} at the last depth is {shown}", *(f"{name}: {said}" for name, said in checks.items())]
-    return success, " ".join([f"{'Success' if success else 'No success'}: {'; '.join(words)}.", *_remarks(values)])
+            return "no difference beyond chance"
+        return "yes" if value > last else "no"
+
+    bounds = "yes" if values.feasible else "no"
+    if values.report.worst_layer is None:
+        bounds = "never came on" if values.report.unjudged else ""
+    found = {"bounds hold": bounds if values.constrained else ""}
+    found |= {f"better than {name}": better(value, margin) for name, value in own.references.items()}
+    other = plain.task.report([plain])
+    both = math.hypot(margin, (other.margins or [margin])[-1])
+    return {**found, "better than plain training": "" if plain is run else better(other.depths[-1], both)}
 
 
-def _bounds_check(values: Any) -> dict[str, str]:
-    """Return whether the constraints of a run hold, as a check; empty if it has none."""
-    report = values.report
-    if not values.constrained or (report.worst_layer is None and not report.unjudged):
-        return {}
-    if report.worst_layer is None:
-        return {"constraints hold": "no, they never came on"}
-    if not values.feasible:
-        return {"constraints hold": "no"}
-    some = f", the {report.judged} of {report.judged + report.unjudged} that are judged" if report.unjudged else ""
-    return {"constraints hold": f"yes{some}" + (f", but {report.caveat}" if report.caveat else "")}
+def plain_run(run: EvaluatedRun, runs: Sequence[EvaluatedRun]) -> EvaluatedRun:
+    """Return which of `runs` to compare a run with: of as many layers, without constraints, on the last loss alone.
 
-
-def _remarks(values: Any) -> list[str]:
-    remarks = []
-    kept, warmup = values.kept_step, values.warmup_steps
-    before, after = values.untrained_loss, values.final_loss if kept == 0 else values.kept_loss
-    if before is not None and after is not None and after > before:
-        digits = _digits_apart(before, [after])
-        change = f"{before:.{digits}g} -> {after:.{digits}g}"
-        remarks.append(f"Training made the last depth worse than it was untrained: {change} on validation data.")
-    if kept and values.constrained and kept <= warmup < values.trained_steps:
-        remarks.append(
-            f"The model that was kept is that of step {kept}, before the constraints came on (after step {warmup}): "
-            "by its last loss and the price of its violations none after it was better."
-        )
-    if _bounds_check(values) and 0 < values.trained_steps <= warmup:
-        remarks.append(f"The constraints never came on, which is after step {warmup}: they only judge.")
-    return remarks
-
-
-def plain_run(run: EvaluatedRun, others: Sequence[EvaluatedRun]) -> EvaluatedRun | None:
-    """Return the run without constraints and on the last loss alone to compare with, among runs of as many layers.
-
-    One of as many parameters and the same seed comes first. None if there is none, or the run is one itself.
+    One of as many parameters and the same seed comes first. It is the run itself if that is plain, or none is.
     """
-    if _is_plain(run):
-        return None
-    own = run.evaluation
-    plain = [other for other in others if _is_plain(other) and other.evaluation.layers == own.layers]
-
-    def distance(other: EvaluatedRun) -> tuple[bool, bool]:
-        same_seed = other.settings.training.seed == run.settings.training.seed
-        return other.evaluation.parameters != own.parameters, not same_seed
-
-    return min(plain, key=distance, default=None)
-
-
-def _is_plain(run: EvaluatedRun) -> bool:
-    return not run.settings.constrained and run.settings.objective == "last"
-
-
-def _digits_apart(number: float, others: Sequence[float]) -> int:
-    """Return as many digits, four or more, as tell a number from others that are different."""
-    return next(
-        digits
-        for digits in range(4, 18)
-        if all(f"{number:.{digits}g}" != f"{other:.{digits}g}" for other in others if other != number)
-    )
+    size, seed = run.evaluation.parameters, run.settings.training.seed
+    plain = [one for one in runs if not one.settings.constrained and one.settings.objective == "last"]
+    plain = [one for one in plain if one.evaluation.layers == run.evaluation.layers]
+    plain.sort(key=lambda one: (one is not run, one.evaluation.parameters != size, one.settings.training.seed != seed))
+    return plain[0] if plain else run

@@ -11,13 +11,10 @@ from typing import Any
 from cdt_fast.checks import MissingExtra, require
 from cdt_fast.files import replaced_atomically, write_text
 from cdt_fast.tables import as_markdown
-from cdt_fast.training.evaluation import verdict
+from cdt_fast.training.evaluation import checks
 from cdt_fast.training.task import EvaluatedRun, Table
 
-_VERDICT = (
-    "Worst: the largest share by which a layer exceeds its bound, negative where all bounds hold, and that layer; "
-    "feasible: it is not above zero."
-)
+_WORST = "Worst: the largest share by which a loss exceeds its bound, negative where all bounds hold, and its depth."
 # Okabe and Ito's palette: told apart by most kinds of color vision.
 COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]
 GRAY = "#888888"
@@ -29,10 +26,12 @@ def write_report(folder: str | os.PathLike[str], runs: Sequence[EvaluatedRun], c
     folder = Path(folder)
     title = runs[0].label if len(runs) == 1 else f"{len(runs)} runs on {Path(runs[0].evaluation.source).name}"
     lines = [f"# {title}", "", f"`{command}` makes this report.", ""]
-    lines += [f"{runs[0].task.report(runs).conditions} {_VERDICT}", ""]
-    for table in tables(runs):
+    own = runs[0].task.report(runs)
+    lines += [f"{own.conditions} Better: in {own.measure} at the last depth. {_WORST}", ""]
+    for table in (*own.tables, verdict_table(runs), descent_table(runs)):
         lines += [as_markdown(table), ""]
-    lines += [*(f"- {run.label}: {judgment(run, runs)}" for run in runs), ""]
+    bounds = [f"{run.label}: {run.evaluation.report.text}" for run in runs if run.evaluation.constrained]
+    lines += [*(f"- {line}" for line in (*bounds, *remarks(runs))), ""]
     try:
         for name, caption in write_pictures(folder, runs):
             lines += [f"![{caption}]({name})", "", f"*{caption}*", ""]
@@ -43,44 +42,44 @@ def write_report(folder: str | os.PathLike[str], runs: Sequence[EvaluatedRun], c
     return path
 
 
-def tables(runs: Sequence[EvaluatedRun]) -> list[Table]:
-    """Return all tables of a report, in order."""
-    own = runs[0].task.report(runs)
-    return [*own.tables, descent_table(runs), _sample_table(runs, own.sample)]
+def verdict_table(runs: Sequence[EvaluatedRun]) -> Table:
+    """Return the checks of every run, a row each; only the first comparison says "better"."""
+    rows = [[run.label, *checks(run, runs).values()] for run in runs]
+    bounds, first, *others = checks(runs[0], runs)
+    return [["run", bounds, first, *(name.removeprefix("better ") for name in others)], *rows]
 
 
-def judgment(run: EvaluatedRun, runs: Sequence[EvaluatedRun]) -> str:
-    """Return the verdict on one of several runs, that on its constraints if it has some, and whether it is finished."""
-    values, words = run.evaluation, [verdict(run, [other for other in runs if other is not run])[1]]
-    if values.constrained:
-        words.append(values.report.text)
-    if not values.finished:
-        words.append(f"The training is not finished, this is step {values.trained_steps} of {values.steps}.")
-    return " ".join(words)
+def remarks(runs: Sequence[EvaluatedRun]) -> list[str]:
+    """Return what else the user of the models should know, a line each."""
+    said = []
+    for run in runs:
+        values, kept, before = run.evaluation, run.evaluation.kept_step, run.evaluation.untrained_loss
+        if kept == 0:
+            said.append(f"{run.label}: training gained nothing: the model that was kept is the untrained one")
+        if before is not None and values.kept_loss > before:
+            change = f"{before:.6g} -> {values.kept_loss:.6g} on validation data"
+            said.append(f"{run.label}: training made the last depth worse than it was untrained: {change}")
+        if values.constrained and 0 < kept <= values.warmup_steps:
+            when = f"before the constraints come on (after step {values.warmup_steps})"
+            said.append(f"{run.label}: the model that was kept is of step {kept}, {when}")
+        if not values.finished:
+            done = f"this is step {values.trained_steps} of {values.steps}"
+            said.append(f"{run.label}: the training is not finished, {done}")
+    return said
 
 
 def descent_table(runs: Sequence[EvaluatedRun]) -> Table:
-    """Return the held-out loss of depth 0, the ratio of each layer, and the verdict."""
+    """Return the held-out loss of depth 0 and L, the ratio of each layer, the worst, and the ratios of samples."""
     layers = max(run.evaluation.layers for run in runs)
     ratios = [f"ℓ_{n}/ℓ_{n - 1}" for n in range(1, layers + 1)]
-    rows = [["held-out descent", "ℓ_0", *ratios, "ℓ_L", "feasible", "worst"]]
+    rows = [["held-out descent", "ℓ_0", *ratios, "ℓ_L", "worst", "of samples: mean ratio", "median", "descending"]]
     for run in runs:
-        values = run.evaluation
+        values, report, samples = run.evaluation, run.evaluation.report, run.evaluation.per_sample
         first, *_, last = (f"{loss:.3g}" for loss in values.layer_loss)
-        ratios = [formatted(ratio, ".3f") for ratio in values.layer_ratio]
-        worst, answers = values.report.worst_violation, ["", ""]
-        if worst is not None:
-            answers = ["yes" if values.feasible else "no", f"{worst:+.1%} at {values.report.worst_layer}"]
-        rows.append([run.label, first, *ratios, *[""] * (layers - len(ratios)), last, *answers])
-    return rows
-
-
-def _sample_table(runs: Sequence[EvaluatedRun], sample: str) -> Table:
-    rows = [[f"per {sample} and layer", "mean ratio", "median ratio", "descending"]]
-    for run in runs:
-        values = run.evaluation.per_sample
-        numbers = [formatted(value, ".3f") for value in (values.mean_ratio, values.median_ratio)]
-        rows.append([run.label, *numbers, formatted(values.descending_fraction, ".1%")])
+        ratios = [formatted(ratio, ".3f") for ratio in values.layer_ratio] + [""] * (layers - values.layers)
+        worst = "" if report.worst_violation is None else f"{report.worst_violation:+.1%} at {report.worst_layer}"
+        means = [formatted(value, ".3f") for value in (samples.mean_ratio, samples.median_ratio)]
+        rows.append([run.label, first, *ratios, last, worst, *means, formatted(samples.descending_fraction, ".1%")])
     return rows
 
 

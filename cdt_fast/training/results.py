@@ -31,12 +31,9 @@ class PerSample(Part):
 class Verdict(Part):
     """A `FeasibilityReport`, and its text."""
 
-    feasible: bool
     worst_layer: Count | None
     worst_violation: float | None
-    judged: Count = 0  # constraints in force, and those that are not yet
-    unjudged: Count = 0
-    caveat: str = ""
+    unjudged: Count = 0  # constraints that are not in force yet
     text: str
 
 
@@ -60,12 +57,11 @@ class Evaluation(Part):
     per_sample: PerSample
     trained_steps: Count
     steps: Count
-    kept_step: Count | None = None  # of the model that was kept and measured
-    warmup_steps: Count = 0  # after which the constraints came on
-    # On validation data at the last depth: before the training, of the kept model, and at the end.
-    untrained_loss: float | None = None
-    kept_loss: float | None = None
-    final_loss: float | None = None
+    kept_step: Count  # of the model that was kept and measured
+    warmup_steps: Count  # after which the constraints came on
+    # On validation data at the last depth: before the training (None: not known), and of the kept model.
+    untrained_loss: float | None
+    kept_loss: float
     success: bool | None = None  # see `training.evaluation.verdict`: of the run alone, with no plain one beside it
     verdict: str = ""
 

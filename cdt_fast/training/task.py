@@ -92,14 +92,12 @@ class Report:
     """The task's own parts of a report on runs; what is about one run is about the first."""
 
     conditions: str  # on what and how it was measured
-    sample: str  # what `per_sample` of its evaluation is of
     must_agree: dict[str, Any]  # what runs must agree in to be compared, by the name that a message calls it
     # What its verdict reads: the lower, the better.
     measure: str  # with the noise level, as "RMSE at γ 0.15"
     depths: list[float]  # 0 to L
     references: dict[str, float]  # of what costs no training, by name: the input, baselines without weights, a guess
     margins: list[float] | None = None  # of the depths, half of their 95 % intervals; None: not known
-    samples: str = ""  # on how many of what, as "40 texts"
     tables: list[Table] = field(default_factory=list)
     # Name of the file, caption, and what draws it: a figure, or None where there is nothing to draw.
     pictures: list[tuple[str, str, Callable[[Sequence[EvaluatedRun]], Any]]] = field(default_factory=list)

@@ -121,17 +121,14 @@ def evaluate(folder: RunFolder, settings: VideoSettings, data: VideoData) -> dic
 def report(runs: Sequence[EvaluatedRun]) -> Report:
     values, settings = runs[0].evaluation, cast("VideoSettings", runs[0].settings)
     index = figures.nearest_level(values)
-    references = {
-        "the input" if name == "identity" else figures.baseline_label(runs[0], name): rmse[index]
-        for name, rmse in values.baseline_rmse.items()
-    }
+    names = {"identity": "the input", "dct3d_shifted": "3-D DCT"}
+    references = {names[name]: rmse[index] for name, rmse in values.baseline_rmse.items()}
     unit = "gray levels" if settings.crops else f"γ, times σ = {values.sigma:.4f}"
     losses = " in units of the noise's variance" if settings.crops else " with values in [0, 1]"
     return Report(
         conditions=f"Test windows: {len(values.test_windows)} of {settings.data.window} frames, none of them seen in "
         f"training; training noise {settings.shown_noise} ({unit}). RMSE on 0..255 over all pixels of a noise level, "
         f"then the plain mean over the levels. Losses: squared error summed over the pixels of a patch{losses}.",
-        sample="sequence",
         # The loss of a depth is a sum over a patch, and the baselines cut patches too.
         must_agree={
             **{name: getattr(settings.data, name) for name in ("frames", "size", "window", "patch")},
@@ -157,5 +154,5 @@ def doubts(folder: RunFolder, settings: VideoSettings) -> str:
     elif step > evaluated:
         words.append(f"was trained further since its evaluation (after step {evaluated:,})")
     elif evaluation.success is False:
-        words.append(f"is no success: {evaluation.verdict.removeprefix('No success: ').partition('. ')[0]}")
+        words.append(f"is {evaluation.verdict}")
     return " and ".join(words)

@@ -33,7 +33,13 @@ def test_compare_prints_one_table_of_all_and_writes_a_report(call: Call, trained
         numbers = [*evaluation["rmse"], evaluation["mean_rmse"]]
         assert line.split()[-3:] == [f"{value:.2f}" for value in numbers]
     assert answer.out.rstrip().endswith(f"report: {out / 'report.md'}")
+    runs = [open_evaluated(path) for path in (trained.constrained, trained.plain)]
+    assert answer.out.split("\n\n")[2] == as_text(report.verdict_table(runs))
+    assert "ℓ_1/ℓ_0" not in answer.out
     text = (out / "report.md").read_text(encoding="utf-8")
+    for written in (as_markdown(report.verdict_table(runs)), as_markdown(report.descent_table(runs))):
+        assert written in text
+    assert f"- {runs[0].label}: {runs[0].evaluation.report.text}\n" in text
     assert f"cdt-fast compare {trained.constrained} {trained.plain} --out '{out}'" in text
     pictures = re.findall(r"!\[[^]]+\]\(([^)]+)\)", text)
     known = {"loss_over_depth.png", "rmse_over_noise.png", "multipliers.png", "frames.png"}
@@ -87,19 +93,19 @@ def test_runs_of_one_name_are_told_apart_and_without_matplotlib_there_are_tables
     assert "No pictures: drawing a report needs the package 'matplotlib'" in text
 
 
-def test_the_verdict_table_shows_held_out_ratios_and_blanks_where_none_is_known(trained: Any) -> None:
+def test_the_table_of_descent_shows_held_out_ratios_and_blanks_where_none_is_known(trained: Any) -> None:
     runs = [open_evaluated(path) for path in (trained.constrained, trained.plain)]
     header, *rows = report.descent_table(runs)
-    assert header[1:6] == ["ℓ_0", "ℓ_1/ℓ_0", "ℓ_2/ℓ_1", "ℓ_L", "feasible"]
+    assert header[1:6] == ["ℓ_0", "ℓ_1/ℓ_0", "ℓ_2/ℓ_1", "ℓ_L", "worst"]
     for row, run in zip(rows, runs, strict=True):
         assert row[2:4] == [f"{ratio:.3f}" for ratio in run.evaluation.layer_ratio]
-        assert row[5] == ("yes" if run.evaluation.feasible else "no")
+        assert row[5].startswith("-") == run.evaluation.feasible
     run = runs[0]
     run.evaluation.layer_ratio = [None, 0.5]
     for name in ("mean_ratio", "median_ratio", "descending_fraction"):
         setattr(run.evaluation.per_sample, name, None)
     run.evaluation.report.worst_violation = None
-    assert "None" not in "".join(as_text(table) for table in report.tables([run]))
+    assert "None" not in as_text(report.descent_table([run]))
 
 
 def test_a_table_is_aligned() -> None:

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 
 from cdt_fast.training.evaluation import plain_run, verdict
+from cdt_fast.training.report import remarks, verdict_table
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.training.task import EvaluatedRun, Report
 from cdt_fast.video.settings import VideoSettings
 
 INPUT = {"the input": 5.6, "DCT": 4.0}
-NO_STEPS = {"warmup_steps": 0, "trained_steps": 0}
-NOT_VALIDATED = dict.fromkeys(("untrained_loss", "kept_loss", "final_loss"))
+VALUES: dict[str, Any] = {"feasible": True, "parameters": 10, "kind": "dust", "kept_step": 90, "warmup_steps": 20}
+VALUES |= {"untrained_loss": 12.84, "kept_loss": 12.0, "trained_steps": 90, "steps": 90, "finished": True}
 
 
 def run_of(
@@ -24,89 +25,98 @@ def run_of(
     constrained: bool = True,
     seed: int = 0,
     margins: list[float] | None = None,
-    judged: tuple[int, int, str] = (3, 0, ""),
+    judged: tuple[int | None, int] = (1, 0),
     **values: Any,
 ) -> EvaluatedRun:
     settings = VideoSettings()
     settings.constraints.constrained, settings.training.seed = constrained, seed
-    report = dict(zip(("judged", "unjudged", "caveat"), judged, strict=True))
-    measured: dict[str, Any] = {"feasible": True, "parameters": 10, "kept_step": None, **NO_STEPS, **NOT_VALIDATED}
-    measured |= {"constrained": constrained, "layers": len(depths) - 1, **values}
-    evaluation = SimpleNamespace(report=SimpleNamespace(worst_layer=1 if judged[0] else None, **report), **measured)
-    own = Report("", "text", {}, "RMSE at γ 0.15", depths, INPUT, margins, "40 texts")
+    report = SimpleNamespace(worst_layer=judged[0], unjudged=judged[1])
+    values = {**VALUES, "constrained": constrained, "layers": len(depths) - 1, "report": report, **values}
+    own = Report("", {}, "RMSE at γ 0.15", depths, INPUT, margins)
     task: Any = SimpleNamespace(report=lambda runs: own)
-    return EvaluatedRun(RunFolder(Path("mine" if constrained else "plain")), settings, task, evaluation)
-
-
-def steps(kept: int, warmup: int, trained: int) -> dict[str, int]:
-    return {"kept_step": kept, "warmup_steps": warmup, "trained_steps": trained}
-
-
-def losses(untrained: float, kept: float, final: float) -> dict[str, float]:
-    return {"untrained_loss": untrained, "kept_loss": kept, "final_loss": final}
-
-
-HOLD, MISSED = "Success: LAST; constraints hold: yes", "No success: LAST; constraints hold: no"
-WORSE = "Training made the last depth worse than it was untrained: 12.84 -> 13.01 on validation data."
-EARLY = (
-    "The model that was kept is that of step 20, before the constraints came on (after step 20): by its last loss and "
-    "the price of its violations none after it was better."
-)
-NEVER = "The constraints never came on, which is after step 20: they only judge."
-GAINED = "a trained model is kept: no, training gained nothing"
-MULTIPLIES = "layer 1 multiplies the loss by 1.42 (its rate allows 0.95)"
+    return EvaluatedRun(RunFolder(Path("mine" if constrained else "plain")), settings, task, SimpleNamespace(**values))
 
 
 @pytest.mark.parametrize(
-    ("options", "text"),
+    ("options", "bounds", "text"),
     [
-        ({"feasible": False}, f"{MISSED}; BETTER"),
-        ({**steps(21, 20, 90), **losses(3.1, 3.1, 3.3)}, f"{HOLD}; BETTER"),
-        (steps(20, 20, 90), f"{HOLD}; BETTER {EARLY}"),
-        ({**steps(90, 20, 90), **losses(12.84, 13.01, 13.01)}, f"{HOLD}; BETTER {WORSE}"),
-        ({**steps(0, 20, 90), **losses(12.84, 12.84, 13.01)}, f"No s{HOLD[1:]}; {GAINED}; BETTER {WORSE}"),
-        (steps(20, 20, 20), f"{HOLD}; BETTER {NEVER}"),
-        ({"feasible": False, "judged": (0, 0, "")}, "Success: LAST; BETTER"),
-        ({"feasible": False, "judged": (0, 1, "")}, f"{MISSED}, they never came on; BETTER"),
-        ({"judged": (2, 1, "")}, f"{HOLD}, the 2 of 3 that are judged; BETTER"),
-        ({"judged": (3, 0, MULTIPLIES)}, f"{HOLD}, but {MULTIPLIES}; BETTER"),
+        ({}, "yes", "success"),
+        ({"feasible": False}, "no", "no success: bounds do not hold"),
+        ({"feasible": False, "judged": (None, 0)}, "", "success"),  # it has none
+        ({"feasible": False, "judged": (None, 1)}, "never came on", "no success: bounds never came on"),
+        ({"judged": (1, 2)}, "yes", "success"),
+        ({"feasible": False, "constrained": False}, "", "success"),
+        ({"kept_step": 0}, "yes", "no success: training gained nothing"),
     ],
 )
-def test_a_verdict_is_about_constraints(options: dict[str, Any], text: str) -> None:
-    success, found = verdict(run_of([9.0, 3.0], **options))
-    expected = text.replace("LAST", "RMSE at γ 0.15 at the last depth is 3")
-    assert found == expected.replace("BETTER", "better than the input (5.6): yes; better than DCT (4): yes.")
-    assert success == text.startswith("Success")
+def test_a_verdict_is_about_bounds_and_a_trained_model(options: dict[str, Any], bounds: str, text: str) -> None:
+    run = run_of([9.0, 3.0], **options)
+    assert verdict(run) == (text == "success", text)
+    assert verdict_table([run]) == [
+        ["run", "bounds hold", "better than the input", "than DCT", "than plain training"],
+        [run.label, bounds, "yes", "yes", ""],
+    ]
+
+
+CHANCE = "no difference beyond chance"
 
 
 @pytest.mark.parametrize(
-    ("last", "margin", "plain", "success", "text"),
+    ("last", "margin", "plain", "answers", "text"),
     [
-        (44, None, None, False, "is 44; constraints hold: yes; better than the input (5.6): no; better than DCT (4): "),
-        (5, 0.5, None, False, "is 5 ±0.5 on 40 texts; constraints hold: yes; better than the input (5.6): yes; better"),
-        (3.99, 0.02, None, False, "better than DCT (4): no difference beyond chance."),
-        (3.99999, None, None, True, "is 3.99999; constraints hold: yes; better than the input (5.6): yes"),
-        # By more than the margins of both.
-        (3, None, 2.9, False, "better than plain training (plain) (2.9): no."),
-        (2.8, None, 2.9, True, "better than plain training (plain) (2.9): yes."),
-        (2.51, 0.3, 3, False, "better than plain training (plain) (3): no difference beyond chance."),
-        (2.49, 0.3, 3, True, "better than plain training (plain) (3): yes."),
+        (44, None, None, ["no", "no", ""], "no success: not better than the input; not better than DCT"),
+        (5, 0.5, None, ["yes", "no", ""], "no success: not better than DCT"),
+        (3.99, 0.02, None, ["yes", CHANCE, ""], "no success: not better than DCT"),
+        (3.99999, None, None, ["yes", "yes", ""], "success"),
+        (4, None, None, ["yes", "no", ""], "no success: not better than DCT"),
+        # By more than the margins of both. The words are of the run alone.
+        (3, None, 2.9, ["yes", "yes", "no"], "success"),
+        (2.8, None, 2.9, ["yes", "yes", "yes"], "success"),
+        (2.51, 0.3, 3, ["yes", "yes", CHANCE], "success"),
+        (2.49, 0.3, 3, ["yes", "yes", "yes"], "success"),
     ],
 )
 def test_a_verdict_is_about_the_input_the_baselines_and_a_plain_run(
-    last: float, margin: float | None, plain: float | None, success: bool, text: str
+    last: float, margin: float | None, plain: float | None, answers: list[str], text: str
 ) -> None:
     others = [run_of([9.0, plain], constrained=False, margins=[0.0, 0.4] if margin else None)] if plain else []
-    found = verdict(run_of([9.0, last], margins=[0.0, margin] if margin else None), others)
-    assert found[0] == success
-    assert text in found[1]
-    assert not plain or "plain training" not in verdict(others[0], [run_of([1.0, 1.0])])[1]
+    run = run_of([9.0, last], margins=[0.0, margin] if margin else None)
+    assert verdict(run)[1] == text
+    _, own, *rows = verdict_table([run, *others])
+    assert own[2:] == answers
+    assert [row[1::3] for row in rows] == [["", ""]] * len(others)  # neither bounds nor a plain run
 
 
 def test_the_plain_run_is_of_the_same_size_and_seed() -> None:
     tied = run_of([1.0, 1.0], constrained=False, parameters=3)
     same, other = (run_of([1.0, 1.0], constrained=False, seed=seed) for seed in (1, 0))
     deeper = run_of([1.0, 1.0, 1.0], constrained=False)
+    alone = run_of([1.0, 1.0])
     assert plain_run(run_of([1.0, 1.0], seed=1), [tied, deeper, other, same]) is same
     assert plain_run(run_of([1.0, 1.0], seed=7), [tied, deeper]) is tied
-    assert plain_run(run_of([1.0, 1.0]), [deeper, run_of([1.0, 1.0])]) is None
+    assert plain_run(alone, [deeper, run_of([1.0, 1.0]), alone]) is alone
+    assert plain_run(other, [same, other]) is other
+
+
+@pytest.mark.parametrize(
+    ("options", "remark"),
+    [
+        ({}, None),
+        ({"untrained_loss": None}, None),
+        ({"kept_step": 0, "kept_loss": 12.84}, "training gained nothing: the model that was kept is the untrained one"),
+        (
+            {"kept_loss": 13.01},
+            "training made the last depth worse than it was untrained: 12.84 -> 13.01 on validation data",
+        ),
+        ({"kept_step": 21}, None),
+        (
+            {"kept_step": 20},
+            "the model that was kept is of step 20, before the constraints come on (after step 20)",
+        ),
+        ({"kept_step": 20, "constrained": False}, None),
+        ({"steps": 120, "finished": False}, "the training is not finished, this is step 90 of 120"),
+    ],
+)
+def test_remarks_are_a_line_each(options: dict[str, Any], remark: str | None) -> None:
+    run = run_of([9.0, 3.0], **options)
+    assert remarks([run]) == ([] if remark is None else [f"{run.label}: {remark}"])

@@ -112,7 +112,7 @@ def test_the_noise_of_color_is_found_and_removed_at_half_its_resolution_too(tmp_
     ("change", "said"),
     [
         ({"success": True}, ""),
-        ({"success": False, "verdict": "No success: it is worse; so. And more."}, "is no success: it is worse; so"),
+        ({"success": False, "verdict": "no success: it is worse; so"}, "is no success: it is worse; so"),
         ({"trained_steps": 20, "success": False}, "was trained further since its evaluation (after step 20)"),
         ("evaluation.json", "was never evaluated"),
         ("copied for its model", ""),
