@@ -80,11 +80,13 @@ class Steps:
         )
         self.replays = CapturedStep(self._on_buffers, CudaGraphs(torch.device("cuda", 0))) if self.captured else None
         self.generator = torch.Generator(device).manual_seed(0)
+        self.deviation = torch.zeros(1, device=device)  # of noise, which these networks are not told
         self.taken = 0
 
     def _on_buffers(self, *buffers: Tensor, counts: tuple[int, ...], update: bool) -> None:
         known = (*[0.0] * LAYERS, 1.0) if self.duals is None else None
-        self.step.run(zip(buffers[::2], buffers[1::2], strict=True), counts, sum(counts), known, update)
+        batches = ((noisy, clean, self.deviation) for noisy, clean in zip(buffers[::2], buffers[1::2], strict=True))
+        self.step.run(batches, counts, sum(counts), known, update)
 
     def _tokens(self, sequences: tuple[int, ...]) -> Iterator[Tensor]:
         """Patches that change slowly, noisy and clean."""
