@@ -295,8 +295,7 @@ def unrolled_backward_kernel(
     if grad_codes is not None:
         for start in range(0, CODE_WIDTH, ATOMS):
             update = load_rows(du, row, counts, start, CODE_WIDTH, ATOMS)
-            # Not as Aᵀ dU: of a last chunk that is not full, Triton 3.6 makes code that is wrong on an H100.
-            gradient = tl.trans(tl.dot(tl.trans(update), attention.to(update.dtype), input_precision=PRECISION))
+            gradient = tl.dot(transposed, update, input_precision=PRECISION)
             store_rows(grad_codes + first * CODE_WIDTH, row, exists, start, gradient, CODE_WIDTH, ATOMS)
 
 

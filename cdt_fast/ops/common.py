@@ -149,6 +149,12 @@ def card_of(tensor: Tensor) -> GpuSpec:
     return SMALLEST if interpreting() else spec_of(tensor.device)
 
 
+@_constant
+def family_of(device: torch.device) -> str:
+    """Return the family of the GPU `device`, as `card_of`."""
+    return (SMALLEST if interpreting() else spec_of(device)).family
+
+
 def blocks_for(table: BlockTable, tensor: Tensor, size: int = 0, multiplies: bool = True) -> dict[str, Any]:
     """Return the block shape and launch options of a kernel for tensors like `tensor`, on the GPU that it is on.
 
