@@ -761,7 +761,7 @@ def _adds_in_float32(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def budget(of_bytes: Mapping[str, int], tensor: Tensor) -> int:
-    """Return the bytes for the device of the tensor, of those for "cpu" and "cuda"."""
+    """Return the number for the device of the tensor, of those for "cpu" and "cuda"."""
     return of_bytes["cpu" if tensor.device.type == "cpu" else "cuda"]
 
 

@@ -27,10 +27,9 @@ SWEEP_BYTES = {"cpu": 4 * 2**20, "cuda": 64 * 2**20}
 # Rows of fewer columns are swept with the classes first, unless they are few numbers: torch's loops over so few columns
 # take several times longer.
 FEW_COLUMNS, FEW_NUMBERS = 32, 2**13
-# Tensor cores want rows that start at multiples of 16 bytes: an odd vocabulary such as 50,257 would halve the speed.
-COLUMN_MULTIPLE = 64
-
-
+# On a GPU the head is padded to so many rows: for an odd vocabulary such as 50,257 cuBLAS takes kernels of the cards of
+# 2018, six times slower.
+COLUMN_MULTIPLE = {"cpu": 1, "cuda": 64}
 # The part of a GPU's memory that a chunk's logits may take.
 CARD_SHARE = 16
 
@@ -473,26 +472,28 @@ class _Head:
     """The head in the dtype of the products: the logits of a chunk, and the sweep over them."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, options: _Options) -> None:
-        self.weight = weight.to(options.dtype)
-        self._bias = None if bias is None else bias.to(options.dtype)
+        self._columns = weight.shape[0]
+        spare = -self._columns % common.budget(COLUMN_MULTIPLE, weight)
+        self.weight, self._bias = weight.to(options.dtype), None if bias is None else bias.to(options.dtype)
+        if spare:
+            self.weight = torch.nn.functional.pad(self.weight, (0, 0, 0, spare))
+            self._bias = None if self._bias is None else torch.nn.functional.pad(self._bias, (0, spare))
         self._options, self._backend = options, options.backend
         # All chunks share memory for their logits: fresh memory of that size costs a CPU a sweep over it.
         self._buffer: Tensor | None = None
 
     def logits(self, x: Tensor) -> Tensor:
-        """Return `x Wᵀ + b`, `[rows, V]`, in memory that the next call overwrites."""
-        columns = self.weight.shape[0]
+        """Return `x Wᵀ + b`, `[rows, padded V]`, in memory that the next call overwrites."""
         if self._buffer is None or self._buffer.shape[0] < x.shape[0]:
-            padded = columns if x.device.type == "cpu" else -(-columns // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
-            self._buffer = x.new_empty(x.shape[0], padded)
-        out = self._buffer[: x.shape[0], :columns]
+            self._buffer = x.new_empty(x.shape[0], self.weight.shape[0])
+        out = self._buffer[: x.shape[0]]
         if self._bias is None:
             return torch.mm(x, self.weight.mT, out=out)
         return torch.addmm(self._bias, x, self.weight.mT, out=out)
 
     def sweep(
         self,
-        logits: Tensor,  # [rows, V], the newest, overwritten
+        logits: Tensor,  # [rows, padded V], overwritten
         targets: Tensor,  # [rows]
         losses: Tensor | None = None,  # [rows], written
         scales: Tensor | None = None,  # [rows]: the logits become their gradient times these
@@ -522,16 +523,16 @@ class _Head:
         log_sums: Tensor | None,  # [rows]: λ of a shard, written, or with scales of all shards, read
     ) -> None:
         options = self._options
-        if self._backend == "triton" and self._buffer is not None:
+        if self._backend == "triton":
             from cdt_fast.kernels import layerwise_cross_entropy as kernels
 
             with common.or_plain_torch("layerwise_cross_entropy", logits):
                 flags = options.ignore_index, options.softcap, options.label_smoothing, options.z_loss
                 shard: dict[str, Any] = {"first": options.first, "classes": options.classes, "log_sums": log_sums}
-                given = self._buffer[: len(logits)], logits.shape[1], targets, losses, scales
-                kernels.cross_entropy_(*given, *flags, **shard)
+                kernels.cross_entropy_(logits, self._columns, targets, losses, scales, *flags, **shard)
                 return
             self._backend = "torch"
+        logits = logits[:, : self._columns]
         count = max(1, common.budget(SWEEP_BYTES, logits) // (4 * logits.shape[1]))
         for start in range(0, logits.shape[0], count):
             rows = slice(start, start + count)
@@ -654,7 +655,7 @@ class _Gradients:
         self._of_bias = weight.new_zeros(weight.shape[0], dtype=summed) if options.needs_bias else None
 
     def add(self, chunk: _Chunk, gradient: Tensor, x: Tensor) -> None:
-        """Add a chunk: the gradient of its logits `[rows, V]`, and its states `[rows, d]`."""
+        """Add a chunk: the gradient of its logits `[rows, padded V]`, and its states `[rows, d]`."""
         if self._of_weight is not None:
             common.add_product(self._of_weight, gradient, x, overwrite=self._is_new)
             self._is_new = False
@@ -675,15 +676,17 @@ class _Gradients:
             elif output is not None and isinstance(index, Tensor):
                 output.index_copy_(0, index, own.to(output.dtype))
 
-    def found(self, shape: torch.Size, dtype: torch.dtype) -> list[Tensor]:
-        """Return the gradients that are needed: of the hidden states, in `shape`, then of the head, in `dtype`."""
+    def found(self, shape: torch.Size, columns: int, dtype: torch.dtype) -> list[Tensor]:
+        """Return the gradients that are needed: of the hidden states, in `shape`, then of the head's `columns` rows, in
+        `dtype`."""
         of_hidden = [gradient.view(shape) for gradient in self._of_hidden if gradient is not None]
         if self._group is not None:
             for gradient in of_hidden:
                 torch.distributed.all_reduce(gradient, group=_group(self._group))
         if self._of_weight is not None and self._is_new:
             self._of_weight.zero_()
-        return of_hidden + [gradient.to(dtype) for gradient in (self._of_weight, self._of_bias) if gradient is not None]
+        of_head = [gradient for gradient in (self._of_weight, self._of_bias) if gradient is not None]
+        return of_hidden + [gradient[:columns].to(dtype) for gradient in of_head]
 
 
 # The op
@@ -716,7 +719,7 @@ def _forward(
     weights = common.on_device(weights, device, wide)
     scales = _times_factors(weights, rows)
     gradients = _Gradients(matrices, head.weight, rows, on, options) if options.fused else None
-    kept = [head.weight.new_empty(rows[-1].stop, weight.shape[0])] if options.keeps else []
+    kept = [head.weight.new_empty(rows[-1].stop, head.weight.shape[0])] if options.keeps else []
     for chunk in _chunks(rows, head.weight, options, on):
         place, x = chunk.place, chunk.states(matrices, options.dtype)
         logits = head.logits(x)
@@ -737,7 +740,7 @@ def _forward(
         per_depth = per_depth / number
         factor = factor / (number if isinstance(number, int) else torch.where(number == 0, 1.0, number))
     total = torch.dot(weights, per_depth)
-    found = kept if gradients is None else gradients.found(hidden[0].shape, wide)
+    found = kept if gradients is None else gradients.found(hidden[0].shape, len(weight), wide)
     return total, per_depth, factor, *found
 
 
@@ -775,7 +778,7 @@ def _gradients(
         else:
             logits = (kept[chunk.place] * factor.unsqueeze(1)).to(options.dtype)
         gradients.add(chunk, logits, x)
-    return gradients.found(hidden[0].shape, weight.dtype)
+    return gradients.found(hidden[0].shape, len(weight), weight.dtype)
 
 
 def _empty_gradients(

@@ -59,16 +59,21 @@ def test_what_is_not_needed_costs_no_product(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("extras", [("bias",), ALL])
-@pytest.mark.parametrize("limit", ["FEW_NUMBERS", "FEW_ROWS"])
-def test_a_classifier_of_many_rows(monkeypatch: pytest.MonkeyPatch, limit: str, extras: tuple[str, ...]) -> None:
-    """Its logits are swept with the classes first, and their gradients kept for the backward."""
+@pytest.mark.parametrize("few", [{"FEW_NUMBERS": 0}, {"FEW_ROWS": 0}, {}])
+@pytest.mark.parametrize("multiple", [1, 64])
+def test_a_classifier_of_many_rows(
+    monkeypatch: pytest.MonkeyPatch, multiple: int, few: dict[str, int], extras: tuple[str, ...]
+) -> None:
+    """Its logits are swept with the classes first, and their gradients kept for the backward; as on a GPU its head is
+    padded."""
     case = build("layerwise_cross_entropy", *extras, softcap=3.0, label_smoothing=0.1)
     case.tensors["weight"] = case.tensors["weight"][:3]
     case.tensors["bias"] = case.tensors["bias"][:3]
     for targets in case.options["targets"] if isinstance(case.options["targets"], list) else [case.options["targets"]]:
         targets.clamp_(max=2)
     expected = results(case)
-    monkeypatch.setattr(module, limit, 0)
+    for name, value in {"COLUMN_MULTIPLE": {"cpu": multiple}, **few}.items():
+        monkeypatch.setattr(module, name, value)
     assert_close(results(case), expected)
 
 
