@@ -23,6 +23,7 @@ from cdt_fast.training.loop import Trainer
 from cdt_fast.training.optimizer import TrainingStep, build_optimizer, set_rate
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.video.networks import ReconstructionLosses
+from tests.graph_fakes import EagerGraphs
 from tests.runs import new_trainer, settings_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -131,7 +132,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def trainer_on_gpu(folder: Path, patch: pytest.MonkeyPatch, changes: dict[str, Any], name: str = "run") -> Trainer:
+def trainer_on_gpu(
+    folder: Path, patch: pytest.MonkeyPatch, changes: dict[str, Any], name: str = "run", graphs: Any = None
+) -> Trainer:
     """A new trainer on a clip of 60 frames: eight training windows, so three, three and two a step."""
     clip = folder / "clip.npy"
     if not clip.exists():
@@ -143,7 +146,7 @@ def trainer_on_gpu(folder: Path, patch: pytest.MonkeyPatch, changes: dict[str, A
     for state in (PartialState, AcceleratorState):
         patch.setattr(state, "_shared_state", {})
     run = RunFolder.create(folder / name, config)
-    return new_trainer(run, config, accelerator=Accelerator())
+    return new_trainer(run, config, graphs, Accelerator())
 
 
 # Captured steps
@@ -203,9 +206,8 @@ def test_a_captured_training_is_the_eager_one_and_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
 ) -> None:
     """30 steps through the trainer: weights, multipliers and logged losses; and again from the checkpoint at 15."""
-    eager = trainer_on_gpu(tmp_path, monkeypatch, changes, "eager")
-    captured = trainer_on_gpu(tmp_path, monkeypatch, {**changes, "cuda_graph": True}, "captured")
-    resumed = trainer_on_gpu(tmp_path, monkeypatch, {**changes, "cuda_graph": True}, "resumed")
+    eager = trainer_on_gpu(tmp_path, monkeypatch, changes, "eager", EagerGraphs())
+    captured, resumed = (trainer_on_gpu(tmp_path, monkeypatch, changes, name) for name in ("captured", "resumed"))
     eager.run(progress=False)
     while captured.step < 15:
         captured._train_step()
