@@ -161,7 +161,7 @@ def draw(path: Path, file: Mapping[str, Any]) -> None:
         for name, one in case["implementations"].items():
             if one["role"] != "eager" and one.get("over_eager"):
                 marks.setdefault("cdt_fast" if one["role"] == "ours" else name, []).append((one["over_eager"], place))
-    figure, axis = pyplot().subplots(figsize=(11, 1.2 + 0.26 * len(cases)), layout="constrained")
+    figure, axis = pyplot().subplots(figsize=(11, 1 + 0.3 * len(cases) + 0.1 * len(marks)), layout="constrained")
     figure.suptitle(f"{file['suite']} on {file['name']}", fontsize="medium")
     axis.axvline(1.0, color=GRAY, linewidth=1, zorder=0)
     for (name, found), mark, color in zip(marks.items(), itertools.cycle("os^vDP*X<>"), itertools.cycle(COLORS)):
