@@ -433,10 +433,15 @@ class _Once(torch.autograd.Function):
         raise InputError(f"{ctx.op} can be differentiated once; for a second derivative use its reference formula")
 
 
+@_constant  # torch 2.11 compiles no call of it
+def _has_autocast(kind: str) -> bool:
+    return torch.amp.is_autocast_available(kind)
+
+
 def in_autocast(tensor: Tensor) -> bool:
     """Return whether autocast is on for the device of the tensor."""
     kind = tensor.device.type
-    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return _has_autocast(kind) and torch.is_autocast_enabled(kind)
 
 
 def without_autocast(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
