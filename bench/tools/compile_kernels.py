@@ -55,6 +55,8 @@ RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)")
 LOADS = re.compile(
     r"ld\.global(?:\.[\w:]+?)*?(?:\.v(?P<count>\d))?\.[bfsu](?P<bits>\d+)|cp\.async\.c.*\], 0x(?P<bytes>[0-9a-f]+)"
 )
+# Constants that are added to addresses in shared memory: the upper half says how the tile there is swizzled.
+DESCRIPTORS = re.compile(r"(?:add\.s64|or\.b64)\s+%rd\d+, (%rd\d+), (-?\d+);")
 # Library products, and which argument is the left factor.
 PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "addmv": 1, "mv": 0}
 
@@ -200,11 +202,14 @@ class Compiled(NamedTuple):
     spilled: int = 0  # bytes of local memory of a thread
     shared: int = 0  # bytes of shared memory of a block
     load_bits: int = 0  # that a thread reads at once from global memory, in most of its loads
+    mixed: bool = False  # whether products for Hopper read one place as tiles of two kinds
     error: str = ""  # the compiler's message if it failed
 
     def faults(self, card: GpuSpec) -> list[str]:
         """Describe what is wrong with it on the card."""
         faults = [f"does not compile: {self.error}"] if self.error else []
+        if self.mixed:
+            faults.append("reads one place as tiles of two kinds, of which ptxas 12.8 makes code that reads another")
         if self.spilled > HARMLESS_SPILL and MODES[self.mode][0].itemsize == 2:
             faults.append(f"spills {self.spilled} bytes a thread")
         if self.shared > card.shared_memory:
@@ -234,7 +239,18 @@ def measured(kernel: Any, name: str, mode: str) -> Compiled:
         width = 8 * int(load["bytes"], 16) if load["bytes"] else int(load["bits"]) * int(load["count"] or 1)
         loaded[width] += width
     widest = max(loaded, key=loaded.__getitem__, default=0)
-    return Compiled(name, mode, registers, stack + local, kernel.metadata.shared, widest)
+    mixed = kernel.metadata.target.arch == 90 and reads_two_kinds(kernel.asm["ptx"])
+    return Compiled(name, mode, registers, stack + local, kernel.metadata.shared, widest, mixed)
+
+
+def reads_two_kinds(ptx: str) -> bool:
+    """Return whether two descriptors of tiles have the same address, but not the same swizzling."""
+    upper: dict[tuple[str, int], int] = {}
+    for base, text in DESCRIPTORS.findall(ptx):
+        high, low = divmod(int(text) % 2**64, 2**32)
+        if high and upper.setdefault((base, low), high) != high:
+            return True
+    return False
 
 
 def measure_card(card: GpuSpec, modes: Sequence[str], part: str, with_flags: bool = True) -> list[Compiled]:

@@ -150,9 +150,9 @@ def card_of(tensor: Tensor) -> GpuSpec:
 
 
 @_constant
-def family_of(device: torch.device) -> str:
-    """Return the family of the GPU `device`, as `card_of`."""
-    return (SMALLEST if interpreting() else spec_of(device)).family
+def is_hopper(device: torch.device) -> bool:
+    """Return whether the GPU `device` is an H100 or H200, whose products are of instructions of their own."""
+    return not interpreting() and 90 <= spec_of(device).capability < 100
 
 
 def blocks_for(table: BlockTable, tensor: Tensor, size: int = 0, multiplies: bool = True) -> dict[str, Any]:

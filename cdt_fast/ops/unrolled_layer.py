@@ -130,7 +130,7 @@ def unrolled_layer(
     backend = common.choose_backend("unrolled_layer", rows, multiplies=True)
     tensors = rows, codes_given, dictionary, projection, next_dictionary
     numbers = step, threshold, scale, common.effective_nonlinearity(nonlinearity, threshold)
-    if _runs_as_one(rows, dictionary, next_dictionary, backend):
+    if _runs_as_one(*tensors, backend):
         if casts is None:  # once, for both directions
             casts = _cast(dictionary, dtype), None if next_dictionary is None else _cast(next_dictionary, dtype)
         lows = casts[0], None if next_dictionary is None else casts[1]
@@ -176,16 +176,26 @@ def _cast(matrix: Tensor, dtype: torch.dtype) -> Tensor:
     return matrix.detach().to(dtype, memory_format=torch.contiguous_format)
 
 
-def _runs_as_one(signal: Tensor, dictionary: Tensor, next_dictionary: Tensor | None, backend: str) -> bool:
+def _runs_as_one(
+    signal: Tensor,
+    codes: Tensor | None,
+    dictionary: Tensor,
+    projection: Tensor | None,
+    next_dictionary: Tensor | None,
+    backend: str,
+) -> bool:
     """Return whether a tile of the kernel holds the layer, or plain torch holds all its scores."""
     batch, tokens, width = signal.shape
     if backend == "torch":
         return batch * tokens**2 * max(4, signal.element_size()) <= HELD_SCORE_BYTES
-    widest = width if next_dictionary is None else max(width, next_dictionary.shape[0])
-    # On an H100, with Triton 3.6, gradients are wrong where the last chunk of codes is not full (docs/gpus.md).
-    if dictionary.shape[1] % 64 and common.family_of(signal.device) == "hopper":
-        return False
-    return fused_unsupported_reason(tokens, widest, signal.dtype) is None
+    next_width = width if next_dictionary is None else next_dictionary.shape[0]
+    # Of narrow or unaligned tiles ptxas 12.8 makes code for Hopper that reads wrong shared memory (docs/gpus.md).
+    if common.is_hopper(signal.device):
+        tensors = [each for each in (signal, codes, dictionary, projection, next_dictionary) if each is not None]
+        wide = all(each > 32 and each % 8 == 0 for each in (width, dictionary.shape[1], next_width))
+        if not wide or any(each.storage_offset() * each.element_size() % 16 for each in tensors):
+            return False
+    return fused_unsupported_reason(tokens, max(width, next_width), signal.dtype) is None
 
 
 def fused_unsupported_reason(tokens: int, widest: int, dtype: torch.dtype) -> str | None:
@@ -259,9 +269,8 @@ def _forward(
         from cdt_fast.kernels import unrolled_layer as kernels
 
         with common.or_plain_torch("unrolled_layer", signal):
-            lean = next_low is None and lengths is None and _is_aligned(signal) and _is_aligned(low)
             widest = max(signal.shape[2], (low if next_low is None else next_low).shape[0])
-            blocks = common.blocks_for(kernels.LEAN_BLOCKS if lean else kernels.BLOCKS, signal, widest)
+            blocks = common.blocks_for(kernels.LEAN_BLOCKS if _is_lean(layer) else kernels.BLOCKS, signal, widest)
             found = kernels.forward(layer, common.card_of(signal).processors, blocks)
     next_codes, next_projection, errors = found or _forward_in_torch(layer)
     wide = torch.promote_types(signal.dtype, torch.float32)
@@ -316,7 +325,7 @@ def _gradients(
         from cdt_fast.kernels import unrolled_layer as kernels
 
         with common.or_plain_torch("unrolled_layer", signal):
-            lean = tied and lengths is None
+            lean = _is_lean(layer)
             blocks = common.blocks_for(kernels.LEAN_BACKWARD_BLOCKS if lean else kernels.BACKWARD_BLOCKS, signal)
             found = kernels.backward(layer, *given, common.card_of(signal).processors, blocks)
     found = found or _backward_in_torch(layer, *given)
@@ -383,6 +392,13 @@ def _backward(
 
 _direct, _operator = common.differentiable("unrolled_layer", _forward, _forward_fake, _setup_context, _backward)
 _gradients_operator = common.define("unrolled_layer_backward", _gradients, _gradients_fake)
+
+
+def _is_lean(layer: _Layer) -> bool:
+    """Return whether there is room for the larger of the kernels' blocks."""
+    one = layer.next_dictionary is None and layer.lengths is None
+    aligned = _is_aligned(layer.signal) and _is_aligned(layer.dictionary)
+    return aligned and (one or common.card_of(layer.signal).family == "hopper")
 
 
 def _is_aligned(tensor: Tensor) -> bool:

@@ -95,7 +95,7 @@ def test_is_its_formula_with_every_gradient(name: str, sizes: str, device: torch
 @pytest.mark.emulated
 @FULLEST_FIRST
 def test_is_its_formula_with_the_blocks_of_the_card(name: str, device: torch.device, dtype: torch.dtype) -> None:
-    sizes = {"leading": (2,), "tokens": 20, "width": 32, "atoms": 48}
+    sizes = {"leading": (2,), "tokens": 20, "width": 40, "atoms": 72}
     given = drawn(name, "several tiles", **sizes)
     assert_as_precise_as_torch(given, dtype, device, draws=1, placed=Tensor.clone, products=F32)
 
