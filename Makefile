@@ -43,10 +43,9 @@ bench: .venv/installed
 	$(BIN)/cdt-fast bench --out bench/results
 	$(BIN)/python -m cdt_fast.bench.document
 
-# Compiles the kernels for every card and counts what a training step launches, without a GPU: the tables of docs/gpus.md.
+# Compiles the kernels for every card, without a GPU: the table of docs/gpus.md.
 kernels-report: .venv/installed
 	$(BIN)/python -m cdt_fast.bench.tools.compile_kernels --write
-	$(BIN)/python -m cdt_fast.bench.tools.ledger --write
 
 # On a machine with an NVIDIA GPU: docs/gpus.md. Nothing is installed; .venv is used if it is there, else PYTHON with the
 # torch, Triton and pytest that it has. The calls take less than ten minutes each, and may be made one by one.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import pkgutil
 import re
@@ -16,7 +15,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from cdt_fast import kernels, ops
-from cdt_fast.bench.suites.step import Work
+from cdt_fast.models import DUST, VideoUT
 from cdt_fast.ops import common
 from cdt_fast.ops.common import CARDS, GpuSpec
 
@@ -26,7 +25,7 @@ if common.interpreting():
 
 import triton.language as tl  # noqa: E402
 
-from cdt_fast.bench.tools import compile_kernels, ledger  # noqa: E402
+from cdt_fast.bench.tools import compile_kernels  # noqa: E402
 from cdt_fast.bench.tools.compile_kernels import (  # noqa: E402
     Compiled,
     Launch,
@@ -34,7 +33,6 @@ from cdt_fast.bench.tools.compile_kernels import (  # noqa: E402
     compiling_for,
     recording,
 )
-from cdt_fast.bench.tools.ledger import Entry, recorded  # noqa: E402
 
 RTX_3090 = CARDS["RTX 3090"]
 
@@ -78,12 +76,15 @@ class TestCompileKernels:
         assert common.unsupported_reason(torch.device("meta"), torch.float32) is not None
         assert triton.JITFunction.run.__module__.startswith("triton")
 
-    @pytest.mark.parametrize("family", ["DUST", "VideoUT"])
-    def test_batches_of_any_size_share_their_kernels(self, family: str) -> None:
-        # Full batches, one of the validation, a short last one, and a single sequence.
-        works = [Work(family, sequences, layers=3) for sequences in (400, 256, 37, 1)]
-        launches = [one for work in works for one in recorded(functools.partial(ledger.constrained_step, work))[1]]
-        counts = Counter(kernel for kernel, _ in keys(ledger.CARD, launches))
+    @pytest.mark.parametrize("family", [DUST, VideoUT])
+    def test_batches_of_any_size_share_their_kernels(self, family: type[DUST]) -> None:
+        model = family(256, 1024, 3).to("meta", torch.bfloat16)
+        with recording(RTX_3090) as launches:
+            # Full batches, one of the validation, a short last one, and a single sequence.
+            for sequences in (400, 256, 37, 1):
+                signal = torch.empty(sequences, 20, 256, dtype=torch.bfloat16, device="meta")
+                model.layer_losses(signal, signal, torch.empty(4, device="meta"))[0].backward()
+        counts = Counter(kernel for kernel, _ in keys(RTX_3090, launches))
         assert {"unrolled_forward_kernel", "unrolled_backward_kernel"} <= counts.keys()
         assert max(counts.values()) <= 4, counts
 
@@ -95,7 +96,7 @@ class TestCompileKernels:
         for one in found:
             assert not one.faults(CARDS[card]), one
             assert one.registers > 0, one
-            assert one.load_bits >= 64, one
+        assert max(one.load_bits for one in found) >= 64
 
     @pytest.mark.parametrize("card", ["RTX 3090", "H200", "RTX 5090"])
     @pytest.mark.parametrize("vocabulary", [32_000, 30_522, 50_257, 128_256])
@@ -157,6 +158,15 @@ class TestCompileKernels:
         assert found.faults(RTX_3090) == [f"spills {found.spilled} bytes a thread"]
         assert not found._replace(mode="TF32").faults(RTX_3090)
 
+    def test_tiles_of_two_kinds_at_one_address_are_a_fault(self) -> None:
+        """As ptxas 12.8 compiles them wrong: two upper halves of a descriptor are added to one lower half."""
+        one, other = "add.s64 \t%rd1, %rd9, 4611686293305294850;", "add.s64 \t%rd2, %rd9, -9223371899415822334;"
+        assert compile_kernels.reads_two_kinds(f"{one}\n{other}")
+        assert not compile_kernels.reads_two_kinds(f"{one}\n{one.replace('rd1', 'rd3')}")
+        assert not compile_kernels.reads_two_kinds(f"{one}\n{other.replace('%rd9', '%rd8')}")
+        (fault,) = Compiled("a", "bfloat16", mixed=True).faults(CARDS["H200"])
+        assert "ptxas" in fault
+
     def test_what_does_not_fit_or_compile_is_a_fault(self) -> None:
         large = Compiled("a", "TF32", shared=200_000)
         assert large.faults(RTX_3090) == ["needs 200,000 bytes of shared memory, the card has 101,376"]
@@ -183,30 +193,3 @@ class TestCompileKernels:
         assert "| b | – | **1 do not compile** |" in text
         assert text.startswith("before\n<!-- compile_kernels -->\n")
         assert text.endswith("\n<!-- end -->\nafter\n")
-
-
-class TestLedger:
-    # 400 sequences of 20 tokens, n 256, m 1024, five layers with one dictionary, in 16 bits.
-    CODES, SIGNAL, DICTIONARY = 2 * 8000 * 1024, 2 * 8000 * 256, 2 * 256 * 1024
-
-    def test_a_layer_moves_what_was_counted_by_hand(self) -> None:
-        step, _ = recorded(lambda: ledger.constrained_step(Work("DUST", 400)))
-        # Codes, signal, projection and target are read, codes and projection written, and an error for each program.
-        # The first layer has no codes.
-        moved = 2 * self.CODES + 4 * self.SIGNAL + self.DICTIONARY + 4 * 264
-        forward = [one.moved for one in step if one.kernel == "unrolled_forward_kernel"]
-        assert forward == [moved - self.CODES, *[moved] * 4]
-        # H, dH, H⁺, dH⁺ and dU; X, Z, dZ, the residual, Z⁺, S, dZ⁺ and the whole dZ⁺. The last layer has no dH⁺ and
-        # no dZ⁺ but that of its loss, the first no H and no dH.
-        moved = 5 * self.CODES + 8 * self.SIGNAL + self.DICTIONARY + 4
-        backward = [one.moved for one in step if one.kernel == "unrolled_backward_kernel"]
-        assert backward == [moved - self.CODES - self.SIGNAL, *[moved] * 3, moved - 2 * self.CODES]
-
-    def test_cross_entropy_goes_over_its_logits_twice(self) -> None:
-        entries, _ = recorded(ledger.STEPS["cross-entropy, GPT2-small"])
-        sweeps = [one.moved for one in entries if one.kernel == "cross_entropy_kernel"]
-        assert sum(sweeps) == 3 * 2 * 13 * 8192 * 50304 + 13 * 8192 * (8 + 2 * 4)
-
-    def test_the_table_ends_where_nothing_counts(self) -> None:
-        rows = ledger.table({"a step": [Entry("large", 10**9), Entry("small", 10**6), Entry("large", 10**9)]})
-        assert rows[1:] == [["a step", "all", "3", "2.001"], ["", "large", "2", "2.000"]]
