@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from cdt_fast.ops.common import cpu_has_bf16_products
 from cdt_fast.progress import progress_bar
 from cdt_fast.sequence.networks import Network
 from cdt_fast.sequence.settings import SequenceSettings
@@ -56,6 +57,8 @@ def measure(network: Network, test: EncodedSamples, settings: SequenceSettings) 
     use_cuda = settings.training.device != "cpu" and torch.cuda.is_available()
     device = torch.device("cuda" if use_cuda else "cpu")
     network.model.to(device).eval()
+    # Accuracies are the same to a thousandth; the losses that the bounds are of stay in float32.
+    narrow = not use_cuda and settings.training.precision == "auto" and cpu_has_bf16_products()
     found: dict[float, list[Any]] = {gamma: [] for gamma in (*levels, training_gamma)}
     size = settings.training.batch if test.targets[0].dim() else max(settings.training.batch, _TEXTS_AT_ONCE)
     by_length: dict[int, list[int]] = {}  # texts of one length together, without padding
@@ -71,7 +74,8 @@ def measure(network: Network, test: EncodedSamples, settings: SequenceSettings) 
             labels = labels.view(len(labels), -1)
             for noise.gamma, parts in found.items():
                 # Depth by depth: a language model's logits are too large to be held for all depths at once.
-                depths = [_read(logits.flatten(0, -2), labels) for logits in network.depth_logits(inputs)]
+                with torch.autocast(device.type, torch.bfloat16, enabled=narrow and noise.gamma != training_gamma):
+                    depths = [_read(logits.flatten(0, -2), labels) for logits in network.depth_logits(inputs)]
                 parts.append([*map(torch.stack, zip(*depths, strict=True)), (labels != IGNORED).sum(1)])
             bar.update(len(chosen))
     sums, correct, counts = {}, {}, torch.zeros(0)
