@@ -195,8 +195,8 @@ _setting: Setting = "auto"
 _worked: set[tuple[str, torch.dtype, torch.device]] = set()  # ops of which a kernel has run in a dtype on a device
 _disabled: set[tuple[str, torch.dtype, torch.device]] = set()  # ops of which one failed there
 _COMPILER_ERRORS = re.compile(
-    r"PassManager::run failed|PTX codegen error|failed to translate|out of resource"
-    r"|no kernel image|device kernel image is invalid|too many resources requested"
+    r"CompilationError|OutOfResources|PTXASError|PassManager::run failed|PTX codegen error|failed to translate"
+    r"|out of resource|no kernel image|device kernel image is invalid|too many resources requested"
 )
 # What is missing if a kernel's first launch fails: a pattern of the error's type and message, and the remedy.
 _REMEDIES = {
@@ -266,9 +266,8 @@ def or_plain_torch(op: str, tensor: Tensor) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        memory = isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(
-            error
-        )  # Triton's is a RuntimeError
+        # Triton's is a RuntimeError.
+        memory = isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
         first = key not in _worked and not memory and not isinstance(error, (InputError, TypeError))
         if _setting == "triton" or interpreting() or not (first or _from_the_compiler(error)):
             raise
@@ -290,13 +289,8 @@ def words_of(error: BaseException) -> str:
 
 
 def _from_the_compiler(error: BaseException) -> bool:
-    from triton.compiler.errors import CompilationError
-    from triton.runtime.errors import OutOfResources, PTXASError
-
-    return (
-        isinstance(error, (CompilationError, OutOfResources, PTXASError))
-        or _COMPILER_ERRORS.search(str(error)) is not None
-    )
+    names = " ".join(kind.__name__ for kind in type(error).__mro__)
+    return _COMPILER_ERRORS.search(f"{names}: {error}") is not None
 
 
 def explain() -> str:
@@ -365,21 +359,21 @@ def caller(direct: Any, operator: Any, *tensors: Tensor | None) -> Callable[...,
 def define(name: str, function: Callable[..., Any], fake: Callable[..., Any], schema: str | None = None) -> Any:
     """Define the operator `torch.ops.cdt_fast.<name>` with the shapes that `fake` makes of tensors without values.
 
-    Without a schema it is that of the annotations of `function`, which are strings.
+    Without a schema it is that of the annotations of `function`, which are strings; types may be written as there.
     """
     if schema is None:
         signature = inspect.signature(function)
         arguments = ", ".join(f"{parameter.annotation} {name}" for name, parameter in signature.parameters.items())
         schema = f"({arguments}) -> {signature.return_annotation}"
-        for pattern, replacement in _SCHEMA_TYPES:
-            schema = re.sub(pattern, replacement, schema)
+    for pattern, replacement in _SCHEMA_TYPES:
+        schema = re.sub(pattern, replacement, schema)
     operator = torch.library.custom_op(f"cdt_fast::{name}", function, mutates_args=(), schema=schema)
     operator.register_fake(fake)
     return operator
 
 
 _SCHEMA_TYPES = (
-    *((r"common\.\w+", "str"), (r"torch\.dtype", "ScalarType"), (r" \| None", "?")),
+    *((r"common\.\w+", "str"), (r"torch\.dtype", "ScalarType"), (r"\bint\b", "SymInt"), (r" \| None", "?")),
     *((r"list\[(\w+)\]", r"\1[]"), (r"tuple\[(.*)\]$", r"(\1)")),
 )
 

@@ -116,10 +116,6 @@ def layerwise_cross_entropy(
         for own in ([targets] if isinstance(targets, Tensor) else targets)
     ]
     weights = common.weights_of_depths(depth_weights, len(hidden_states))
-    if chunk_tokens is not None:
-        chunk_tokens = _int64("chunk_tokens", chunk_tokens, 1)
-    if max_tokens is not None:
-        max_tokens = _int64("max_tokens", max_tokens, 1)
     smoothing = check_number("label_smoothing", label_smoothing, "a number in [0, 1]", lambda number: 0 <= number <= 1)
     common.refuse_transforms("layerwise_cross_entropy", weight, bias, weights, *hidden_states)
     hidden, dtype = common.detach_zero_weighted(hidden_states, weights), common.compute_dtype(hidden_states[0])
@@ -133,8 +129,8 @@ def layerwise_cross_entropy(
         label_smoothing=smoothing,
         softcap=None if softcap is None else check_positive("softcap", softcap),
         z_loss=check_non_negative("z_loss", z_loss),
-        max_tokens=max_tokens,
-        chunk_tokens=chunk_tokens,
+        max_tokens=None if max_tokens is None else _int64("max_tokens", max_tokens, 1),
+        chunk_tokens=None if chunk_tokens is None else _int64("chunk_tokens", chunk_tokens, 1),
         mean=check_choice("reduction", reduction, get_args(common.Reduction)) == "mean",
         dtype=dtype,
         backend=common.choose_backend("layerwise_cross_entropy", weight.new_empty(0, dtype=dtype)),
@@ -349,11 +345,7 @@ class _Chunk:
 
 
 def _select_rows(
-    depths: int,
-    weight: Tensor,
-    targets: Sequence[Tensor],
-    class_weights: Tensor | None,
-    options: _Options,
+    depths: int, weight: Tensor, targets: Sequence[Tensor], class_weights: Tensor | None, options: _Options
 ) -> tuple[Tensor | int, list[_Rows]]:
     """Return what the sums of the depths are divided by for their means, and the tokens that take part at each depth.
 
@@ -503,9 +495,11 @@ class _Head:
         if options.group is None:
             self._sweep(logits, targets, losses, scales, None)
             return
-        parts = torch.empty(2, len(targets), dtype=options.wide, device=logits.device)
-        self._sweep(logits, targets, parts[1], None, parts[0])
-        parts = _gathered(parts, options.group)
+        own = torch.empty(2, len(targets), dtype=options.wide, device=logits.device)
+        self._sweep(logits, targets, own[1], None, own[0])
+        ranks = [torch.empty_like(own) for _ in range(_group(options.group).size())]
+        torch.distributed.all_gather(ranks, own, group=_group(options.group))
+        parts = torch.stack(ranks)
         log_sums = torch.logsumexp(parts[:, 0], 0)
         if losses is not None:
             torch.sub(log_sums, parts[:, 1].sum(0), out=losses)
@@ -545,14 +539,6 @@ def _group(name: str) -> Any:
 
     resolve: Any = distributed_c10d._resolve_process_group  # an operator takes no group but by its name
     return resolve(name)
-
-
-def _gathered(part: Tensor, group: str) -> Tensor:
-    """Return `[ranks, ...]`, the tensors of all ranks of the group of that name."""
-    process_group = _group(group)
-    parts = [torch.empty_like(part) for _ in range(process_group.size())]
-    torch.distributed.all_gather(parts, part, group=process_group)
-    return torch.stack(parts)
 
 
 def _sweep(
@@ -876,11 +862,7 @@ def _operator_backward(ctx: Any, grad_total: Tensor | None, grad_per_depth: Tens
 
 
 _HEAD = "Tensor weight, Tensor? bias, Tensor[] targets, Tensor? class_weights"
-_OPTIONS = (
-    "int ignore_index, float label_smoothing, float? softcap, float z_loss, SymInt? max_tokens, SymInt? chunk_tokens, "
-    "bool mean, ScalarType dtype, str backend, bool fused, bool keeps, bool[] needs_hidden, bool needs_weight, "
-    "bool needs_bias, str? group, SymInt first, SymInt classes, SymInt rows"
-)
+_OPTIONS = ", ".join(f"{kind.__forward_arg__} {name}" for name, kind in _Options.__annotations__.items())
 _operator = common.define(
     "layerwise_cross_entropy",
     _run,

@@ -162,11 +162,7 @@ class LayerLosses:
         return self._reader.read(run, form, whole_logits=whole_logits, pooled=pooled)
 
     def _losses(
-        self,
-        head: Callable[..., Tensor],
-        features: list[Tensor],
-        targets: Tensor,
-        weights: Tensor | None = None,
+        self, head: Callable[..., Tensor], features: list[Tensor], targets: Tensor, weights: Tensor | None = None
     ) -> tuple[LayerwiseLosses, Tensor | None]:
         """Return the losses, sums over the labels that count, and the logits of a classifier, from what the `head` is
         given at each of `taps`, and at the last depth. Without `weights` `[taps]` the total is the last depth's."""
