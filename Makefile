@@ -59,7 +59,7 @@ gpu-smoke:
 	timeout 300 $(GPU_SMOKE)
 
 gpu-quick:
-	timeout --signal=INT 240 $(GPU_PYTHON) -m cdt_fast.bench --device cuda --quick --out "$${OUT:-bench/results}"
+	timeout --signal=INT 240 $(GPU_PYTHON) -m cdt_fast bench --device cuda --quick --out "$${OUT:-bench/results}"
 
 gpu-races:
 	PATH="$$PATH:/usr/local/cuda/bin" PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout 200 compute-sanitizer --tool racecheck \
@@ -73,7 +73,7 @@ gpu-tests:
 # Every case is saved as soon as it is measured. Another part of the cases' names: `make gpu-bench GPU_CASE=float32`.
 GPU_CASE ?= bfloat16
 gpu-bench:
-	timeout --signal=INT 590 $(GPU_PYTHON) -m cdt_fast.bench --device cuda --case '$(GPU_CASE)' \
+	timeout --signal=INT 590 $(GPU_PYTHON) -m cdt_fast bench --device cuda --case '$(GPU_CASE)' \
 		--suite step cross_entropy attention ops --out "$${OUT:-bench/results}" || [ $$? = 130 ] || [ $$? = 124 ]
 
 lint: .venv/linters
