@@ -519,13 +519,6 @@ def check_factor(name: str, value: Any, *, non_negative: bool = False, dtype: to
     return factor
 
 
-def check_flag(name: str, value: Any) -> bool:
-    """Require True or False, Python's or NumPy's."""
-    if type(value).__name__ not in ("bool", "bool_"):
-        raise InputError(f"{name} must be True or False, got {describe(value)}")
-    return bool(value)
-
-
 def check_lista_arguments(
     codes: Tensor | None, signal: Tensor, dictionary: Tensor, nonlinearity: Any, rank: int = 1
 ) -> None:

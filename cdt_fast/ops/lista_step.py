@@ -45,17 +45,13 @@ def lista_step(
     step = common.check_factor("step", step, non_negative=True, dtype=dtype)
     threshold = common.check_factor("threshold", threshold, non_negative=True, dtype=dtype)
     rows = common.rows_of(codes).to(dtype)
-    next_codes, _ = common.caller(_direct, _operator, codes, signal, dictionary)(
-        rows,
-        common.rows_of(signal).to(dtype),
-        dictionary,
-        step,
-        threshold,
-        common.effective_nonlinearity(nonlinearity, threshold),
-        dictionary.requires_grad and torch.is_grad_enabled(),
-        # Wider residuals do not fit a block of the kernel.
-        common.choose_backend("lista_step", rows, multiplies=True) if signal.shape[-1] <= common.WIDEST else "torch",
-    )
+    name = common.effective_nonlinearity(nonlinearity, threshold)
+    keeps = dictionary.requires_grad and torch.is_grad_enabled()
+    fits = signal.shape[-1] <= common.WIDEST  # wider residuals do not fit a block of the kernel
+    backend = common.choose_backend("lista_step", rows, multiplies=True) if fits else "torch"
+    tensors = rows, common.rows_of(signal).to(dtype), dictionary
+    call = common.caller(_direct, _operator, codes, signal, dictionary)
+    next_codes, _ = call(*tensors, step, threshold, name, keeps, backend)
     return next_codes.view(codes.shape)
 
 

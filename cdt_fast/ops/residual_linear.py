@@ -58,15 +58,11 @@ def residual_linear(
     alpha = common.check_factor("alpha", alpha, dtype=dtype)
     threshold = common.check_factor("threshold", threshold, non_negative=True, dtype=dtype)
     rows = common.rows_of(x).to(dtype)
-    output = common.caller(_direct, _operator, x, weight, residual)(
-        rows,
-        weight,
-        residual if residual.dim() == 1 else common.rows_of(residual),
-        alpha,
-        threshold,
-        common.effective_nonlinearity(nonlinearity, threshold),
-        common.choose_backend("residual_linear", rows, multiplies=True),
-    )
+    name = common.effective_nonlinearity(nonlinearity, threshold)
+    backend = common.choose_backend("residual_linear", rows, multiplies=True)
+    call = common.caller(_direct, _operator, x, weight, residual)
+    added = residual if residual.dim() == 1 else common.rows_of(residual)
+    output = call(rows, weight, added, alpha, threshold, name, backend)
     return output.view(*x.shape[:-1], weight.shape[1])
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cdt_fast.checks import InputError
 from cdt_fast.ops import common
 
 # On a CPU the attention of a call is kept for its backward if it has no more bytes: computing it again takes longer.
@@ -52,6 +53,8 @@ def symmetric_attention(
         common.check_shape("values", values, (*z.shape[:-1], values.shape[-1]), "the tokens of z by any width")
     common.check_together(z=z, values=values)
     common.check_lengths(lengths, z)
+    if type(energy).__name__ not in ("bool", "bool_"):  # Python's or NumPy's
+        raise InputError(f"energy must be True or False, got {common.describe(energy)}")
     common.refuse_transforms("symmetric_attention", z, values)
     if values is z:
         values = None  # one gradient for the tied projection, not two to be added
@@ -65,15 +68,12 @@ def symmetric_attention(
     mixed = None if values is None else common.sequences(values, dtype)
     # Rows that are no multiple of 16 bytes are loaded in parts, and the kernels spill.
     align = 16 // dtype.itemsize if backend == "triton" and not _packed(tokens) else 1
-    output, *_ = common.caller(_direct, _operator, z, values)(
-        _with_width(tokens, -(-z.shape[-1] // align) * align),
-        None if mixed is None else _with_width(mixed, -(-mixed.shape[-1] // align) * align),
-        common.length_of_each(lengths),
-        common.check_factor("scale", scale, dtype=dtype),
-        common.check_flag("energy", energy),
-        torch.is_grad_enabled() and (z.requires_grad or (values is not None and values.requires_grad)),
-        backend,
-    )
+    tokens = _with_width(tokens, -(-z.shape[-1] // align) * align)
+    mixed = None if mixed is None else _with_width(mixed, -(-mixed.shape[-1] // align) * align)
+    scale = common.check_factor("scale", scale, dtype=dtype)
+    keeps = torch.is_grad_enabled() and (z.requires_grad or (values is not None and values.requires_grad))
+    call = common.caller(_direct, _operator, z, values)
+    output, *_ = call(tokens, mixed, common.length_of_each(lengths), scale, bool(energy), keeps, backend)
     width = (z if values is None else values).shape[-1]
     return _with_width(output, width).view(*z.shape[:-1], width)
 
@@ -133,14 +133,9 @@ def _forward(
         output = torch.nn.functional.scaled_dot_product_attention(*factors, scale=scale).squeeze(1)
         return output, z.new_empty(0, dtype=kept.dtype), kept
     for batch, rows in _panels(z, kept.dtype):
-        weights = attention_matrix(
-            z[batch],
-            scale,
-            None if padding is None else padding[batch],
-            rows=rows,
-            energy=energy,
-            out=_panel(kept, batch, rows) if kept.dim() > 1 else None,
-        )
+        masked = None if padding is None else padding[batch]
+        out = _panel(kept, batch, rows) if kept.dim() > 1 else None
+        weights = attention_matrix(z[batch], scale, masked, rows=rows, energy=energy, out=out)
         torch.bmm(weights.to(values.dtype), values[batch], out=_panel(output, batch, rows))
     return output, z.new_empty(0, dtype=kept.dtype), kept
 
