@@ -23,19 +23,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "DescentCallback",
-    "DescentConstraints",
-    "FeasibilityReport",
-    "InputError",
-    "LayerLosses",
-    "MissingExtra",
-    "attach_layer_losses",
-    "models",
-    "ops",
-    "perturbed",
-    "with_descent",
-]
+__all__ = ["DescentCallback", "DescentConstraints", "FeasibilityReport", "InputError", "LayerLosses", "MissingExtra"]
+__all__ += ["attach_layer_losses", "models", "ops", "perturbed", "with_descent"]
 
 # Where the names are. Imported when they are asked for: torch alone takes a second or two, for which
 # `cdt-fast --help` need not wait.

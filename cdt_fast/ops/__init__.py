@@ -13,14 +13,5 @@ from cdt_fast.ops.soft_threshold import soft_threshold
 from cdt_fast.ops.symmetric_attention import symmetric_attention
 from cdt_fast.ops.unrolled_layer import unrolled_layer
 
-__all__ = [
-    "HeadShard",
-    "layerwise_cross_entropy",
-    "layerwise_reconstruction_loss",
-    "lista_step",
-    "residual_linear",
-    "soft_threshold",
-    "symmetric_attention",
-    "unrolled_layer",
-    "use_backend",
-]
+__all__ = ["HeadShard", "layerwise_cross_entropy", "layerwise_reconstruction_loss", "lista_step", "residual_linear"]
+__all__ += ["soft_threshold", "symmetric_attention", "unrolled_layer", "use_backend"]
