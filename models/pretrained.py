@@ -77,8 +77,6 @@ def load_pretrained(folder: str | os.PathLike[str]) -> PretrainedModel:
         raise InputError(f'{described}: "model" must be one of {", ".join(sorted(_classes))}')
     saved = json.dumps(config, sort_keys=True)
     kind = config.pop("model")
-    if config.get("initial_codes") == "analysis":  # older folders name the only start that is left
-        del config["initial_codes"]
     try:
         model = _classes[kind](**config)
     except (TypeError, InputError) as error:

@@ -208,8 +208,6 @@ class DenoisingViT(PretrainedModel):
         blocks = self.vit.layers if hasattr(self.vit, "layers") else self.vit.encoder.layer
         for block in blocks[:depth]:
             states = block(states)
-            # Older versions of transformers answer with a tuple.
-            states = states[0] if isinstance(states, tuple) else states
             yield states
 
     def _read(self, states: Tensor, noisy: Tensor) -> Tensor:
