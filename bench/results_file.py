@@ -23,7 +23,10 @@ from cdt_fast.ops.common import cpu_has_bf16_products
 
 def describe(device: torch.device, allocator: str) -> dict[str, Any]:
     """Names, versions and settings, `allocator` (how freed memory is handled) among them; none of them is a path."""
-    processor = processor_name()
+    information = Path("/proc/cpuinfo")
+    said = information.read_text(encoding="utf-8") if information.exists() else ""
+    match = re.search(r"^model name\s*:\s*(.+)$", said, re.MULTILINE)
+    processor = match[1].strip() if match else platform.processor() or platform.machine()
     facts: dict[str, Any] = {
         "name": processor,
         "device": device.type,
@@ -51,19 +54,6 @@ def describe(device: torch.device, allocator: str) -> dict[str, Any]:
     return facts
 
 
-def processor_name() -> str:
-    """The name that the processor gives itself, or its architecture."""
-    information = Path("/proc/cpuinfo")
-    said = information.read_text(encoding="utf-8") if information.exists() else ""
-    match = re.search(r"^model name\s*:\s*(.+)$", said, re.MULTILINE)
-    return match[1].strip() if match else platform.processor() or platform.machine()
-
-
-def file_stem(name: str) -> str:
-    """The name of a card or processor as that of a file."""
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-
-
 def read(path: Path) -> dict[str, Any]:
     """The contents of a results file; InputError if it is not one."""
     contents = read_json(path)
@@ -75,7 +65,8 @@ def read(path: Path) -> dict[str, Any]:
 def open_file(folder: Path, device: str, suite: str, size: str, name: str) -> tuple[Path, dict[str, Any]]:
     """Path and contents of `folder/NAME-SUITE.json`, or `NAME-SUITE-SIZE.json` if the size is not the device's own."""
     own = {"cpu": "cpu", "cuda": "gpu"}[device]
-    path = folder / f"{file_stem(name)}-{suite}{'' if size == own else f'-{size}'}.json"
+    stem = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    path = folder / f"{stem}-{suite}{'' if size == own else f'-{size}'}.json"
     if path.exists():
         return path, read(path)
     return path, {"name": name, "device": device, "suite": suite, "size": size, "runs": {}, "cases": []}

@@ -99,7 +99,7 @@ def _case(work: Work, dtype: str, device: torch.device, compilers: dict[str, Cal
             *baselines,
             Implementation("eager by the identity", "peer", lambda: prepare(identity)),
             *(peer(name, lambda make=make: prepare(weighted(make()))) for name, make in compilers.items()),
-            Implementation("cdt_fast", "ours", lambda: prepare(fused)),
+            Implementation("cdt_fast", "ours", lambda: prepare(DUST.layer_losses)),
         ),
         expected=lambda: training_step(work, eager, device, wide)(),
         tolerance=TOLERANCE[dtype],
@@ -137,11 +137,6 @@ def training_step(
         return [*found, *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)]
 
     return run
-
-
-def fused(model: DUST, noisy: Tensor, clean: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """The model's own losses of all depths."""
-    return model.layer_losses(noisy, clean, weights)  # type: ignore[return-value]
 
 
 def weighted(formula: Callable[[DUST, Tensor, Tensor], Tensor]) -> Losses:

@@ -7,7 +7,7 @@ import functools
 import importlib
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -35,12 +35,9 @@ class Inputs:
 
     def to(self, dtype: torch.dtype) -> Inputs:
         """The same numbers as leaves of another dtype."""
-        return Inputs(
-            [leaf.detach().to(dtype).requires_grad_() for leaf in self.leaves],
-            [gradient.to(dtype) for gradient in self.upstream],
-            [other.to(dtype) if other.is_floating_point() else other for other in self.others],
-            self.step,
-        )
+        leaves = [leaf.detach().to(dtype).requires_grad_() for leaf in self.leaves]
+        others = [other.to(dtype) if other.is_floating_point() else other for other in self.others]
+        return replace(self, leaves=leaves, upstream=[gradient.to(dtype) for gradient in self.upstream], others=others)
 
 
 Apply = Callable[[Inputs], Sequence[Tensor]]
