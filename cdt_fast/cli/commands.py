@@ -86,10 +86,8 @@ def reproduce(options: argparse.Namespace) -> None:
         compare(argparse.Namespace(folders=folders, out=str(out / "comparison" / cell.name), json=None))
     table = running.results_table(experiment, planned)
     write_text(out / "results.md", as_markdown(table))
-    _save(
-        options.json,
-        {str(run.path): tasks.open_evaluated(run.path).evaluation.model_dump(mode="json") for run in planned},
-    )
+    values = {str(run.path): tasks.open_evaluated(run.path).evaluation.model_dump(mode="json") for run in planned}
+    _save(options.json, values)
     print(f"\n{as_text(table)}\n{out / 'results.md'}")
 
 
