@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from itertools import count
+import operator
 
 import torch
 from torch import Tensor
@@ -57,13 +58,11 @@ def tight_cosines(patch_size: int, code_size: int, frames: int = 1) -> Tensor:
     lengths = (frames, side, side)
     counts = _frequencies(lengths, max(code_size, patch_size))
     if counts is None:
-        near = (
-            next(m for m in range(code_size, patch_size - 1, -1) if _frequencies(lengths, m)),
-            next(m for m in count(code_size) if _frequencies(lengths, m)),
-        )
+        below = next(m for m in range(code_size, patch_size - 1, -1) if _frequencies(lengths, m))
+        above = next(m for m in itertools.count(code_size) if _frequencies(lengths, m))
         raise InputError(
             f"code_size must be at most the {patch_size} pixels of a patch, or a product of three numbers of at least "
-            f"{frames}, {side} and {side}: the nearest are {near[0]} and {near[1]}; got {code_size}"
+            f"{frames}, {side} and {side}: the nearest are {below} and {above}; got {code_size}"
         )
     volume = torch.ones(1, 1, dtype=torch.float64)
     for length, points in zip(lengths, counts, strict=True):
@@ -78,13 +77,9 @@ def tight_cosines(patch_size: int, code_size: int, frames: int = 1) -> Tensor:
 
 def _frequencies(lengths: tuple[int, int, int], atoms: int) -> tuple[int, int, int] | None:
     """Return the points of the DCT along each axis, at least its length, of product `atoms`: the most even growth."""
-    found = [
-        (time, rows, atoms // (time * rows))
-        for time in range(lengths[0], atoms + 1)
-        if atoms % time == 0
-        for rows in range(lengths[1], atoms // time + 1)
-        if atoms // time % rows == 0 and atoms // (time * rows) >= lengths[2]
-    ]
+    divisors = [number for number in range(1, atoms + 1) if atoms % number == 0]
+    triples = itertools.product(divisors, divisors, divisors)
+    found = [points for points in triples if math.prod(points) == atoms and all(map(operator.ge, points, lengths))]
 
     def growth(points: tuple[int, int, int]) -> tuple[float, int]:
         return max(number / length for number, length in zip(points, lengths, strict=True)), abs(points[1] - points[2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, get_args
 
@@ -100,11 +101,9 @@ class DUST(PretrainedModel):
         self.scale = check_factor("scale", scale)
         self.nonlinearity = check_choice("nonlinearity", nonlinearity, get_args(LayerNonlinearity))
         self.readout = check_choice("readout", readout, READOUTS)
-        norm = initial.square().sum(0).mean().sqrt().item()
-        self.thresholds = tuple(
-            0.0 if nonlinearity == "relu" else number * of_layer * norm
-            for number, of_layer in zip(self._sparsities, self.steps, strict=True)
-        )
+        norm = 0.0 if nonlinearity == "relu" else initial.square().sum(0).mean().sqrt().item()
+        products = map(operator.mul, self._sparsities, self.steps)
+        self.thresholds = tuple(product * norm for product in products)
         self.sparsity, self.step, self.threshold = self._sparsities[0], self.steps[0], self.thresholds[0]
         initial = initial.to(torch.get_default_dtype())
         self.dictionary = nn.Parameter(initial.clone() if tied else initial.repeat(layers, 1, 1))

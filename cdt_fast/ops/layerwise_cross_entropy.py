@@ -176,9 +176,8 @@ def layerwise_cross_entropy_reference(
     losses = []
     for depth, hidden in enumerate(hidden_states):
         all_targets = targets if isinstance(targets, Tensor) else targets[depth]
-        all_targets = torch.nn.functional.pad(
-            all_targets[..., shift:], (0, min(shift, hidden.shape[-2])), value=ignore_index
-        )
+        missing = 0, min(shift, hidden.shape[-2])
+        all_targets = torch.nn.functional.pad(all_targets[..., shift:], missing, value=ignore_index)
         counted = all_targets != ignore_index
         logits = hidden[counted] @ weight.mT
         if bias is not None:

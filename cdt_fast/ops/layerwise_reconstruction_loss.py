@@ -59,8 +59,6 @@ def layerwise_reconstruction_loss(
     check_choice("reduction", reduction, get_args(common.Reduction))
     common.refuse_transforms("layerwise_reconstruction_loss", target, *reconstructions)
     weights = common.weights_of_depths(depth_weights, len(reconstructions))
-    if not target.shape[:-1].numel():
-        raise InputError(f"target must hold at least one token that counts, got shape {tuple(target.shape)}")
     depths = common.detach_zero_weighted(reconstructions, weights)
     # The tensors may differ in dtype: the kernel has to be able to load each.
     backend = common.choose_backend("layerwise_reconstruction_loss", *reconstructions, target)
@@ -124,10 +122,8 @@ def _gradients(
 
 def _tokens(target: Tensor, padding: Tensor | None) -> Tensor | int:
     """Count the tokens that count; on a GPU with lengths as a tensor: the host does not wait for it."""
-    if padding is None:
-        return target.shape[:-1].numel()
-    tokens = (~padding).sum()
-    if tokens.device.type == "cpu" and not tokens:
+    tokens = target.shape[:-1].numel() if padding is None else (~padding).sum()
+    if (isinstance(tokens, int) or tokens.device.type == "cpu") and not tokens:
         raise InputError(f"target must hold at least one token that counts, got shape {tuple(target.shape)}")
     return tokens
 
