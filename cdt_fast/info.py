@@ -35,10 +35,8 @@ def collect() -> dict[str, Any]:
     if facts["ops run on"].startswith("triton"):
         facts["a kernel"] = _said(_launch)
     for package, extra in _OPTIONAL.items():
-        try:
-            facts[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            facts[package] = "not installed" + f" (extra: {extra})" * bool(extra)
+        missing = "not installed" + f" (extra: {extra})" * bool(extra)
+        facts[package] = next((one.version for one in importlib.metadata.distributions(name=package)), missing)
     return facts
 
 

@@ -11,10 +11,8 @@ from cdt_fast.checks import InputError
 
 IMAGE_SUFFIXES = frozenset({".tif", ".tiff", ".jpg", ".jpeg", ".png", ".bmp", ".webp"})
 ARRAY_SUFFIXES = frozenset({".npy"})
-VIDEO_SUFFIXES = frozenset(
-    {".mp4", ".m4v", ".mov", ".avi", ".mkv", ".webm", ".mpg", ".mpeg", ".ts", ".m2ts", ".wmv", ".asf", ".flv", ".3gp"}
-    | {".gif", ".apng"}
-)
+VIDEO_SUFFIXES = frozenset({".mp4", ".m4v", ".mov", ".avi", ".mkv", ".webm", ".mpg", ".mpeg"})
+VIDEO_SUFFIXES |= {".ts", ".m2ts", ".wmv", ".asf", ".flv", ".3gp", ".gif", ".apng"}
 _LITTER = ("thumbs.db", "desktop.ini", "__macosx")
 _ANNOTATION_FOLDERS = ("ground_truth", "testing_vol", "training_vol")
 

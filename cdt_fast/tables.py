@@ -7,13 +7,9 @@ from collections.abc import Sequence
 
 def as_text(rows: Sequence[Sequence[str]]) -> str:
     """Return a table for a terminal: the first column to the left, the others to the right."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = []
-    for number, row in enumerate(rows):
-        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        lines.append("  ".join(cells).rstrip())
-        if number == 0:
-            lines.append("  ".join("-" * width for width in widths))
+    first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
+    lines = ["  ".join([row[0].ljust(first), *map(str.rjust, row[1:], others)]).rstrip() for row in rows]
+    lines.insert(1, "  ".join("-" * width for width in (first, *others)))
     return "\n".join(lines)
 
 

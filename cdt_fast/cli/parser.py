@@ -82,11 +82,8 @@ class _HelpAll(argparse.Action):
 
 def build_parser() -> Parser:
     """Return the parser of `cdt-fast`; `run` of what it parses is the command's function."""
-    parser = Parser(
-        prog="cdt-fast",
-        description="Train transformers whose every layer lowers the loss.",
-        epilog="example: cdt-fast train video clip.mp4 --out runs/mine",
-    )
+    text, example = "Train transformers whose every layer lowers the loss.", "train video clip.mp4 --out runs/mine"
+    parser = Parser(prog="cdt-fast", description=text, epilog=f"example: cdt-fast {example}")
     parser.add_argument("--version", action="version", version=f"cdt-fast {cdt_fast.__version__}")
     shown = parser.add_subparsers(dest="command", required=True, parser_class=Parser, metavar="COMMAND")
 
