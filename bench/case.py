@@ -1,7 +1,5 @@
 """A case of the bench: a piece of work, and its implementations."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 

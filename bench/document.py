@@ -5,8 +5,6 @@
 The same files give the same text.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import os

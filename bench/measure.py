@@ -1,7 +1,5 @@
 """One case: every implementation is checked, then timed in round robin with the others, and its peak memory taken."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

@@ -3,8 +3,6 @@
 A case that is measured again replaces its earlier figures; the others stay, each with the run that measured it.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import platform

@@ -1,7 +1,5 @@
 """A run of the bench: suite by suite and case by case, with tables on stdout and the figures in results files."""
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import gc

@@ -6,8 +6,6 @@ every layer descend. `attach_layer_losses` gives a transformers model the losses
 noise to its word embeddings. Training, data and the command line are in the submodules of their names.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import TYPE_CHECKING, Any
 

@@ -1,7 +1,5 @@
 """Errors that a user is meant to read, and checks of single values: what was given, what is expected, what to do."""
 
-from __future__ import annotations
-
 import difflib
 import importlib
 import math

@@ -1,7 +1,5 @@
 """Atomic writes and size-limited reads."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

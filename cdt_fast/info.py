@@ -1,7 +1,5 @@
 """Facts about the installation: versions, the device in use, and why."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import platform
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Folders listed in natural order, without the litter that archives and file managers leave."""
 
-from __future__ import annotations
-
 import mimetypes
 import os
 import re

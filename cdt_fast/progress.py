@@ -1,7 +1,5 @@
 """A bar on stderr that says how long things still take."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable
 from typing import Any

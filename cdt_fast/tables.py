@@ -1,7 +1,5 @@
 """Tables of words, for a terminal and in Markdown."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 

@@ -1,7 +1,5 @@
 """Tensors and words in one safetensors file."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping

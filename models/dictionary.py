@@ -1,7 +1,5 @@
 """Dictionaries: the cosines that training starts from, and the spectral norm that sets the step."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import operator

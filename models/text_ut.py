@@ -1,7 +1,5 @@
 """UT for text: the unrolled transformer of Yang, Huang and Wipf as a classifier of texts (docs/ops.md §3)."""
 
-from __future__ import annotations
-
 import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """A transformers model with all of its weights from a folder: what a file lacks never becomes random numbers."""
 
-from __future__ import annotations
-
 import contextlib
 import textwrap
 from collections.abc import Iterator

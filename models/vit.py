@@ -1,7 +1,5 @@
 """A vision transformer as a denoiser of frames: every layer's output is read as an image (docs/constraints.md §4)."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections import deque

@@ -4,8 +4,6 @@ An implementation is prepared for tokens `z` `[B, T, d]` and their lengths, and 
 `attend(z, values)`, which is `softmax_rows(z zᵀ) values`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Iterator

@@ -5,8 +5,6 @@ tokens asked for, and the weights put on those, as a user of such a function wou
 states `[N, d]` of L+1 depths and the head `[V, d]`, with gradients, and the targets `[N]`.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The other ops, forward and backward, against their formulas in eager torch and compiled."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple

@@ -3,8 +3,6 @@
 The implementations of a case differ in nothing but how they compute the losses of the depths.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Iterator

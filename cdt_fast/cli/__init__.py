@@ -1,7 +1,5 @@
 """The command line, `cdt-fast`."""
 
-from __future__ import annotations
-
 import argparse
 import errno
 import os

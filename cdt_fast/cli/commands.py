@@ -1,7 +1,5 @@
 """The commands of the command line: each takes the parsed options, and may return an exit status other than 0."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import os

@@ -1,7 +1,5 @@
 """The parser of the command line: its commands, and an option for each setting of a task."""
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import typing

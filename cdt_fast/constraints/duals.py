@@ -1,7 +1,5 @@
 """The dual player: multipliers λ ≥ 0 and slacks u ≥ 0, moved by gradient ascent or Adam (docs/constraints.md §3)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import get_args
 

@@ -1,7 +1,5 @@
 """The verdict on losses: whether they satisfy the constraints, by how much, where not, and what would be met."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass

@@ -4,8 +4,6 @@ Running averages are buffers; constants of the options are buffers that are not 
 function here waits for the device.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, get_args

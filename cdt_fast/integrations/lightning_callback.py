@@ -1,7 +1,5 @@
 """Descent constraints as a callback of Lightning."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import importlib

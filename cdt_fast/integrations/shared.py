@@ -1,7 +1,5 @@
 """Parts of both trainers: the constraints of a model, numbers of items, and the losses since the last log."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Shrinkage (docs/ops.md §4)."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """The task of answering instructions: a causal language model, whose every depth predicts the answer's tokens."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Networks that read rows of tokens and whose every depth can be read: `TextUT`, and transformers' models."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Sequence
 from contextlib import AbstractContextManager

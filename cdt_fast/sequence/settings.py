@@ -1,7 +1,5 @@
 """The settings of `train text` and `train lm`."""
 
-from __future__ import annotations
-
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field

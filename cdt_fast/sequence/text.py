@@ -1,7 +1,5 @@
 """The task of classifying texts: an unrolled transformer or a pretrained encoder, whose every depth names a class."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

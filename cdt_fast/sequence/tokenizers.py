@@ -3,8 +3,6 @@
 A row is int64 `[fields, T]`: ids, ones, and for some models the token types.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Checkpoints: all the state of a run in one safetensors file, without pickle."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping

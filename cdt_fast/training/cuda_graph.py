@@ -1,7 +1,5 @@
 """A step on a GPU as one CUDA graph: recorded once, then launched as a whole, without the host between its kernels."""
 
-from __future__ import annotations
-
 import functools
 from collections import Counter
 from collections.abc import Callable, Hashable

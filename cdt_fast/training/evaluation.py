@@ -1,7 +1,5 @@
 """The evaluation of a run of any task, and the verdict on it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

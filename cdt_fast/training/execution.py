@@ -1,7 +1,5 @@
 """The device and the precision of a training, from its settings and the machine."""
 
-from __future__ import annotations
-
 import ctypes
 import sys
 from dataclasses import dataclass

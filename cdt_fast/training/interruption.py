@@ -1,7 +1,5 @@
 """SIGINT and SIGTERM in a training and in the command line."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from collections.abc import Callable, Iterator

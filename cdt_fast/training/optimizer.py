@@ -1,7 +1,5 @@
 """The constraints and the optimizer of a run, and a step in which the host never waits for the device."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass

@@ -1,7 +1,5 @@
 """Tables and pictures of one run, or of several side by side: a function of what their folders hold."""
 
-from __future__ import annotations
-
 import importlib
 import os
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The measurements of a run, as `evaluation.json` holds them."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Annotated, Any

@@ -3,8 +3,6 @@
 The fields of a section, with their types, bounds and descriptions, define the TOML file, the command line and its help.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re

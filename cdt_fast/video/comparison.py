@@ -1,7 +1,5 @@
 """A trained model on any clips, beside the transforms and libavfilter's denoisers: PSNR, SSIM and time a frame."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Sequence

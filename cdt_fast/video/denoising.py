@@ -1,7 +1,5 @@
 """A whole video through a trained model: same size, same frame times, same sound, window by window."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,5 @@
 """The tables and pictures of a report on video, and the frames that are kept for it, so that drawing loads no video."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path

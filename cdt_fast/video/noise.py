@@ -1,7 +1,5 @@
 """Noise by window: that of a window does not depend on the windows beside it, nor on the machine's other work."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """PSNR and SSIM of denoised frames, and denoisers without weights, which a trained one has to beat."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 

@@ -1,7 +1,5 @@
 """Writing frames as a playable video that is shown, and sounds, like the source they come from."""
 
-from __future__ import annotations
-
 import errno
 import glob
 import io

@@ -1,7 +1,5 @@
 """The modules of a transformers model: its layers, what follows the last one, and the head that all depths share."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import math

@@ -1,7 +1,5 @@
 """Labels as targets of the layerwise cross-entropy, and outputs of transformers that hold its losses too."""
 
-from __future__ import annotations
-
 from dataclasses import field, make_dataclass
 from typing import Any
 

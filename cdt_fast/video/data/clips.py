@@ -5,8 +5,6 @@ Known trees: CUHK Avenue as distributed (`training_videos/`, `testing_videos/`) 
 `testing/frames/`); and any folder of videos, of frame folders or of arrays. Folders wrapped around these are opened.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Literal, NamedTuple

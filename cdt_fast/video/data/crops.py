@@ -6,8 +6,6 @@ taken along a straight path, as by a camera that pans: to a network that has onl
 noise. A sample is one plane of one crop: the luma, or one of the three `opponent` planes of a color video.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator
 

@@ -1,7 +1,5 @@
 """Frames to sequences of patches and back. Views and permutations only: any device, any dtype, differentiable."""
 
-from __future__ import annotations
-
 import operator
 from typing import Literal, get_args
 

@@ -1,7 +1,5 @@
 """Pictures as the frames of one clip: the files of a folder."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Generated scenes of shapes that hide each other: half of what a denoiser is trained on, and the demo clip."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The base of every kind of clip, which gives its frames in order and checks them; and clips that are arrays."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from fractions import Fraction

@@ -4,8 +4,6 @@ Nothing is sought and no header is believed: seeking by timestamp fails on some 
 frame counts are wrong in others (682 written, 341 there). What could be decoded of a damaged file comes with notes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """Windows of frames for training, validation and test."""
 
-from __future__ import annotations
-
 import math
 import os
 import tempfile
