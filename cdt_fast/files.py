@@ -15,8 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from cdt_fast.checks import InputError
 
-MAX_JSON_BYTES = 64 << 20
-"""The largest JSON or TOML file that is read: none of this package comes near it."""
+MAX_JSON_BYTES = 64 << 20  # of the largest JSON or TOML file that is read: none of this package comes near it
 
 
 @contextmanager

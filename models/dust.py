@@ -320,9 +320,7 @@ def _of_each_layer(name: str, given: Any, layers: int, non_negative: bool = Fals
         return (check_factor(name, given, non_negative=non_negative),) * layers
     if len(given) != layers:
         raise InputError(f"{name} must be one number, or one for each of {layers} layers, got {given!r}")
-    return tuple(
-        check_factor(f"{name}[{layer}]", number, non_negative=non_negative) for layer, number in enumerate(given)
-    )
+    return tuple(check_factor(f"{name}[{n}]", number, non_negative=non_negative) for n, number in enumerate(given))
 
 
 def _normalized(tokens: Tensor, units: tuple[Tensor, Tensor | float] | None) -> Tensor:

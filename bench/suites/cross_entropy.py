@@ -117,9 +117,8 @@ def liger(device: torch.device, dtype: str) -> Loss:
     """Liger's fused linear cross-entropy, the head's gradient summed in float32. With reduction "none" it computes the
     logits again in the backward; in versions that do not, its gradients are wrong and it is not timed."""
     kind = imported("liger_kernel.transformers", device).LigerFusedLinearCrossEntropyLoss
-    return lambda hidden, head, targets, reduction: kind(reduction=reduction, accum_dtype=torch.float32)(
-        head, hidden, targets
-    )
+    make = functools.partial(kind, accum_dtype=torch.float32)
+    return lambda hidden, head, targets, reduction: make(reduction=reduction)(head, hidden, targets)
 
 
 def cce(device: torch.device, dtype: str, *, filtered: bool) -> Loss:

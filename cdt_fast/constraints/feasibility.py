@@ -108,9 +108,7 @@ def judge(
     feasible = finite and bool(entries) and all(number <= tolerance for number, *_ in entries)
     ratio: list[float] = (losses[1:] / losses[:-1]).tolist()
     # NaN is worse than any number.
-    worst, kind, layer = max(
-        entries, key=lambda entry: (math.isnan(entry[0]), entry[0]), default=(None, "descent", None)
-    )
+    worst, kind, layer = max(entries, key=lambda one: (math.isnan(one[0]), one[0]), default=(None, "descent", None))
     advice = ""
     if layer is not None and finite and not feasible:
         advice = _advice(kind, layer, losses.tolist(), ratio, chained[layer])

@@ -826,9 +826,8 @@ def _find(ctx: Any, grad_total: Tensor | None, grad_per_depth: Tensor | None) ->
         hidden, kept = saved[:depths], saved[depths] if options.keeps else None
         differentiate = _gradients if plain else _gradients_operator
         found = differentiate(factors, kept, hidden, weight, bias, targets, class_weights, *options)
-    *of_hidden, of_weight, of_bias = common.scatter(
-        found, [*options.needs_hidden, options.needs_weight, options.needs_bias]
-    )
+    needs = [*options.needs_hidden, options.needs_weight, options.needs_bias]
+    *of_hidden, of_weight, of_bias = common.scatter(found, needs)
     return of_hidden, of_weight, of_bias
 
 

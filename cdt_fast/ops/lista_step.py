@@ -65,9 +65,8 @@ def lista_step_reference(
     nonlinearity: str = "soft_threshold",
 ) -> Tensor:
     """Return `S_θ(H + (1/c)(X − H Dᵀ) D)`, in any dtype, differentiated by torch."""
-    return common.shrink_reference(
-        codes + step * (signal - codes @ dictionary.mT) @ dictionary, threshold, nonlinearity
-    )
+    residual = signal - codes @ dictionary.mT
+    return common.shrink_reference(codes + step * residual @ dictionary, threshold, nonlinearity)
 
 
 @common.outside_autocast

@@ -141,9 +141,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.set_materialize_grads(False)
     needs_x, needs_weight, _ = ctx.needs_input_grad[:3]
     # What no needed gradient reads is not kept: it may be the largest tensor of the layer.
-    ctx.save_for_backward(
-        None if ctx.nonlinearity == "identity" else output, x if needs_weight else None, weight if needs_x else None
-    )
+    result = None if ctx.nonlinearity == "identity" else output
+    ctx.save_for_backward(result, x if needs_weight else None, weight if needs_x else None)
     ctx.weight_dtype, ctx.residual_dtype, ctx.residual_is_bias = weight.dtype, residual.dtype, residual.dim() == 1
 
 
