@@ -143,12 +143,6 @@ class _DescentTrainer(Trainer):
             self._evaluated.add(*losses)
         return (output["loss"], output) if return_outputs else output["loss"]
 
-    def _dual_step(self) -> None:
-        if not self.accelerator.optimizer_step_was_skipped:  # where a gradient scaler found an infinity
-            for losses, count in self._pending:
-                self.constraints.record(losses, count)
-            self.constraints.step(update=self.state.global_step >= self._unconstrained_steps)
-
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         if self.control.should_log and self.state.global_step > self._globalstep_last_logged:
             self._entries, count = self._logged.take(multipliers=True)
@@ -193,7 +187,10 @@ def _stepper(trainer: _DescentTrainer) -> TrainerCallback:
 
     class DescentStepper(TrainerCallback):
         def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-            trainer._dual_step()
+            if not trainer.accelerator.optimizer_step_was_skipped:  # where a gradient scaler found an infinity
+                for losses, count in trainer._pending:
+                    trainer.constraints.record(losses, count)
+                trainer.constraints.step(update=trainer.state.global_step >= trainer._unconstrained_steps)
 
         def on_epoch_end(self, *args: Any, **kwargs: Any) -> None:
             trainer.constraints.epoch_end()
