@@ -1,14 +1,12 @@
 """Shared by the suites: inputs that live only while a case is measured, tolerances, torch.compile, and the reasons why
 a peer cannot run here."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,7 +31,7 @@ class Inputs:
     others: list[Tensor]  # without a gradient
     step: float = 0.0  # 1/c of the dictionary among the leaves
 
-    def to(self, dtype: torch.dtype) -> Inputs:
+    def to(self, dtype: torch.dtype) -> Self:
         """The same numbers as leaves of another dtype."""
         leaves = [leaf.detach().to(dtype).requires_grad_() for leaf in self.leaves]
         others = [other.to(dtype) if other.is_floating_point() else other for other in self.others]

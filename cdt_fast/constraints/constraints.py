@@ -6,11 +6,9 @@
 `formulation` has F and g, `duals` how λ moves, `feasibility` the verdict on held-out losses.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -126,13 +124,12 @@ class DescentConstraints(nn.Module):
         # The sums of the losses since the last step, then the count of their items.
         self.accumulated = nn.Buffer(torch.zeros(self.layers + 2, dtype=torch.float64))
         self._recorded = False
-        self.options = replace(
-            options, rate=self.descent.rates, reference=self.descent.reference, dual_lr=self.duals.dual_lr
-        )
+        used = {"rate": self.descent.rates, "reference": self.descent.reference, "dual_lr": self.duals.dual_lr}
+        self.options = replace(options, **used)
         self.register_load_state_dict_pre_hook(self._check_settings)
 
     @classmethod
-    def preset(cls, name: presets.Preset, layers: int, **overrides: Any) -> DescentConstraints:
+    def preset(cls, name: presets.Preset, layers: int, **overrides: Any) -> Self:
         """Build the constraints of a named setting; `overrides` are options of the constructor that replace its own.
 
         "video", "text" and "lm" are the defaults of `cdt-fast train` in these tasks; "paper-dust" and the others are

@@ -1,7 +1,5 @@
 """Shared by the ops: GPUs and block shapes, the choice of a backend, argument checks, padding, shrinkage, products."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib.util
@@ -10,7 +8,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeVar, get_args
+from typing import Any, Literal, NamedTuple, Self, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -229,7 +227,7 @@ class use_backend:
         self._previous: Setting = _setting
         _setting = backend
 
-    def __enter__(self) -> use_backend:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -1,7 +1,5 @@
 """Labeled texts and instructions, read from files and divided into train, validation and test."""
 
-from __future__ import annotations
-
 import csv
 import functools
 import hashlib
@@ -13,7 +11,7 @@ import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from cdt_fast.checks import InputError
 from cdt_fast.files import parsed_json, shown
@@ -63,13 +61,13 @@ class TextData:
     def __len__(self) -> int:
         return len(self.texts)
 
-    def subset(self, indices: Sequence[int]) -> TextData:
+    def subset(self, indices: Sequence[int]) -> Self:
         """Return the texts with these numbers, in this order."""
         columns = (self.texts, self.labels, self.text_pair)
         texts, labels, pair = (column and [column[index] for index in indices] for column in columns)
         return replace(self, texts=texts, labels=labels, text_pair=pair)
 
-    def with_names(self, names: Sequence[str]) -> TextData:
+    def with_names(self, names: Sequence[str]) -> Self:
         """Return the same texts with classes numbered in the order of `names`, those of a checkpoint for example.
 
         A class that is not among `names` as it is written is the one that differs from it in case alone.

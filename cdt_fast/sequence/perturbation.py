@@ -4,10 +4,8 @@ Each number is a hash of (seed, text, token, component), by the output function 
 the same however a batch is cut, padded or sharded, and on every device, up to the rounding of `erfinv`.
 """
 
-from __future__ import annotations
-
 import math
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -88,7 +86,7 @@ class perturbed:
         self.padding_id, self.std, self.samples, self.next_sample = padding_id, std.detach(), samples, 0
         self._drawn: tuple[Any, Any] = None, None  # `samples`, and what was drawn for them, for another gamma
 
-    def __enter__(self) -> perturbed:
+    def __enter__(self) -> Self:
         self._handle = self._embedding.register_forward_hook(self._perturb, with_kwargs=True)
         return self
 

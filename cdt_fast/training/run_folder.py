@@ -1,7 +1,5 @@
 """A run folder: the files of one training."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -9,7 +7,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from cdt_fast.checks import InputError
 from cdt_fast.files import try_lock, write_text
@@ -37,7 +35,7 @@ class RunFolder:
         return self.path.resolve().name
 
     @classmethod
-    def create(cls, path: str | os.PathLike[str], settings: RunSettings) -> RunFolder:
+    def create(cls, path: str | os.PathLike[str], settings: RunSettings) -> Self:
         """Make a run folder with its `config.toml`; InputError: it is not empty, in the making, or cannot be made."""
         run = cls(path)
         temporary = run.path / f".config-{os.getpid()}.tmp.toml"

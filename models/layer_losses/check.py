@@ -1,7 +1,5 @@
 """The comparison of a model's first forward with the model itself, so that no wrong loss is silent."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """A function in the place of a module's `forward`: until it is removed, or for the length of a block."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import itertools
