@@ -92,6 +92,9 @@ class SequenceWorkload:
                 counted += count
         return (sums / counted).tolist()
 
+    def validation_error(self, autocast: torch.dtype | None) -> None:
+        return None
+
     def save_model(self, folder: Path) -> None:
         self.network.save(folder)
 

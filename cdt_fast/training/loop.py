@@ -280,6 +280,7 @@ class Trainer:
         self.model.eval()
         try:
             losses = self.workload.validation_losses(self.execution.autocast)
+            error = self.workload.validation_error(self.execution.autocast)
         finally:
             self.model.train()
         if self.step == 0:
@@ -287,7 +288,8 @@ class Trainer:
         self._check_finite("validation losses", losses)
         found = self.constraints.report(losses).as_dict()  # without numbers that JSON cannot represent
         entry = {"loss": losses, **{name: found[name] for name in ("feasible", "worst_layer", "worst_violation")}}
-        if self.best is None or self._is_better(losses, self.best):
+        entry |= {} if error is None else {"error": error}
+        if self.best is None or self._is_better(entry, self.best):
             self.best = {"step": self.step, **entry}
             if self.accelerator.is_main_process:
                 self.workload.save_model(self.folder.model)
@@ -311,14 +313,19 @@ class Trainer:
         if self.accelerator.is_main_process and last > _SCATTER * max(first, guess or 0.0):
             print(printable(f"cdt-fast: warning: {problem}"), file=sys.stderr)
 
-    def _is_better(self, losses: list[float], best: dict[str, Any]) -> bool:
-        """Return whether the merit is lower than the best one's, both by the references that are known now.
+    def _is_better(self, entry: dict[str, Any], best: dict[str, Any]) -> bool:
+        """Return whether the error is lower than the best one's, among equally feasible models, or else the merit, both
+        by the references that are known now.
 
         An untrained network does nothing, and so violates little: better than that is a lower objective alone, too.
         """
+        if "error" in entry:
+            feasible, was = (one["feasible"] and self.settings.constrained for one in (entry, best))
+            kept = was and best["step"] > 0
+            return entry["error"] < best.get("error", math.inf) if feasible == kept else bool(feasible)
         prices = {self.settings.constrained, self.settings.constrained and best["step"] > 0}
         merit = self.constraints.merit
-        return any(merit(losses, priced=priced) < merit(best["loss"], priced=priced) for priced in prices)
+        return any(merit(entry["loss"], priced=priced) < merit(best["loss"], priced=priced) for priced in prices)
 
     def _save_checkpoint(self) -> None:
         # The losses of a step are from before its update, which may be what broke the weights.

@@ -78,6 +78,11 @@ class Workload(Protocol):
         """Return the mean loss of every depth `[L+1]` on the validation samples, at the training noise."""
         ...
 
+    def validation_error(self, autocast: torch.dtype | None) -> float | None:
+        """Return the headline of the evaluation on the validation samples, by which models are kept where it is of
+        more than the training noise; else None, and they are kept by their losses."""
+        ...
+
     def save_model(self, folder: Path) -> None:
         """Write the model to `folder`, in place of an earlier one."""
         ...

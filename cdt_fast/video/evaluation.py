@@ -83,11 +83,8 @@ def measure(
     RMSE and SSIM are of outputs whose matrix products were in the dtype `autocast`, where it is given.
     """
 
-    def denoise(noisy: Tensor, deviation: Tensor) -> list[Tensor]:
-        with torch.autocast(noisy.device.type, autocast, enabled=autocast is not None):
-            return reconstructed(model, settings, noisy, deviation)[::-1]  # the last depth first: SSIM is of it alone
-
-    errors, alike = _measured(denoise, 1, data, settings, device_of(model))
+    denoise = _all_depths(model, settings, autocast)
+    errors, alike = _measured(denoise, 1, data.test, data.sigma, settings, device_of(model))
     losses = _losses_of_samples(model, data, settings)
     final, *_ = rmse = errors.T.tolist()
     return {
@@ -108,13 +105,34 @@ def measure(
     }
 
 
+def mean_rmse(
+    model: Denoiser, windows: Windows, settings: VideoSettings, sigma: float, autocast: torch.dtype | None
+) -> float:
+    """Return the headline of `VideoEvaluation` on these windows."""
+    errors, _ = _measured(_all_depths(model, settings, autocast), 0, windows, sigma, settings, device_of(model))
+    return errors[:, 0].mean().item()
+
+
+def _all_depths(
+    model: Denoiser, settings: VideoSettings, autocast: torch.dtype | None
+) -> Callable[[Tensor, Tensor], list[Tensor]]:
+    dtype = next(model.parameters()).dtype
+
+    def denoise(noisy: Tensor, deviation: Tensor) -> list[Tensor]:
+        with torch.autocast(noisy.device.type, autocast, enabled=autocast is not None):
+            depths = reconstructed(model, settings, noisy.to(dtype), deviation.to(dtype))
+        return depths[::-1]  # the last first: SSIM is of it alone
+
+    return denoise
+
+
 def measure_baselines(data: VideoData, settings: VideoSettings, device: torch.device) -> dict[str, Any]:
     """Return the entries of `VideoEvaluation` that are the same for every run on these data."""
 
     def denoise(noisy: Tensor, deviation: Tensor) -> list[Tensor]:
         return [baseline(noisy, deviation[0].item(), settings.data.patch) for baseline in BASELINES.values()]
 
-    errors, alike = _measured(denoise, len(BASELINES), data, settings, device)
+    errors, alike = _measured(denoise, len(BASELINES), data.test, data.sigma, settings, device)
     rmse = dict(zip(BASELINES, errors.T.tolist(), strict=True))
     return {
         "baseline_rmse": rmse,
@@ -139,7 +157,8 @@ def known_baselines(folder: RunFolder, data: VideoData, settings: VideoSettings)
 def _measured(
     denoise: Callable[[Tensor, Tensor], list[Tensor]],
     compared: int,
-    data: VideoData,
+    windows: Windows,
+    sigma: float,
     settings: VideoSettings,
     device: torch.device,
 ) -> tuple[Tensor, Tensor]:
@@ -150,18 +169,18 @@ def _measured(
     """
     gammas = settings.evaluation.gammas
     sums: list[Any] = [0.0] * len(gammas)  # of squared errors, and of SSIM
-    with progress_bar(total=len(data.test), desc="evaluate", unit="window") as bar:
-        for _, clean, drawn in unit_noise_batches(data.test, device):
+    with progress_bar(total=len(windows), desc="evaluate", unit="window", shown=compared > 0) as bar:
+        for _, clean, drawn in unit_noise_batches(windows, device):
             for level, gamma in enumerate(gammas):
-                deviation = clean.new_full((len(clean),), gamma * data.sigma)
+                deviation = clean.new_full((len(clean),), gamma * sigma)
                 outputs = denoise(with_noise(clean, deviation, drawn), deviation)
                 squares = [(output - clean).square().sum(dtype=torch.float64) for output in outputs]
                 alike = [ssim(output.to(clean.dtype), clean).sum(dtype=torch.float64) for output in outputs[:compared]]
                 sums[level] += torch.stack([*squares, *alike])
             bar.update(len(clean))
-    frames = len(data.test) * data.test.window
+    frames = len(windows) * windows.window
     squares, alike = (torch.stack(sums).cpu() / frames).split([sums[0].numel() - compared, compared], 1)
-    return LEVELS * (squares / data.test.size**2).sqrt(), alike
+    return LEVELS * (squares / windows.size**2).sqrt(), alike
 
 
 @torch.no_grad()

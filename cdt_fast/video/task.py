@@ -25,6 +25,7 @@ from cdt_fast.video.evaluation import (
     VideoEvaluation,
     known_baselines,
     mean_depth_losses,
+    mean_rmse,
     measure,
     measure_baselines,
 )
@@ -89,6 +90,11 @@ class VideoWorkload:
     def validation_losses(self, autocast: torch.dtype | None) -> list[float]:
         with torch.autocast(device_of(self._denoiser).type, autocast, enabled=autocast is not None):
             return mean_depth_losses(self._denoiser, self._data.validation, self._settings, self._data.sigma)
+
+    def validation_error(self, autocast: torch.dtype | None) -> float | None:
+        if self._settings.crops:  # trained on all levels
+            return None
+        return mean_rmse(self._denoiser, self._data.validation, self._settings, self._data.sigma, autocast)
 
     def save_model(self, folder: Path) -> None:
         self._denoiser.save_pretrained(folder, overwrite=True)

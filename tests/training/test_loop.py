@@ -155,6 +155,7 @@ def test_the_model_of_the_lowest_merit_is_kept(
     trainer = make(steps=len(told) - 1, validate_every=1, slack_cost=10.0, **changes)
     losses = iter(told)
     monkeypatch.setattr(trainer.workload, "validation_losses", lambda _: next(losses)[0])
+    monkeypatch.setattr(trainer.workload, "validation_error", lambda _: None)
     weights, original = [trainer.model.dictionary.detach().clone()], trainer._save_checkpoint
 
     def after_validation() -> None:
@@ -168,6 +169,30 @@ def test_the_model_of_the_lowest_merit_is_kept(
     monkeypatch.setattr(trainer, "_save_checkpoint", after_validation)
     trainer.run(progress=False)
     assert len(weights) == len(told)
+
+
+@pytest.mark.parametrize(
+    ("constrained", "told", "best"),
+    [
+        # Feasible at every step; then never; then at the second and third.
+        (True, [(3.0, 9.0), (3.0, 8.0), (3.0, 8.5)], 1),
+        (True, [(3.0, 9.0), (7.0, 8.0), (7.0, 7.0)], 2),
+        (True, [(7.0, 5.0), (3.0, 9.0), (3.0, 8.0), (7.0, 7.0)], 2),
+        (False, [(3.0, 9.0), (7.0, 8.0), (3.0, 8.5)], 1),
+    ],
+)
+def test_the_feasible_model_of_the_lowest_error_is_kept(
+    make: Make, monkeypatch: pytest.MonkeyPatch, constrained: bool, told: list[tuple[float, float]], best: int
+) -> None:
+    """Where the evaluation is of more than the training noise."""
+    changes = {"rate": 0.01, "reference": 6.0, "warmup_epochs": 0} if constrained else {"constrained": False}
+    trainer = make(steps=len(told) - 1, validate_every=1, **changes)
+    losses, errors = iter([6.0, (6.0 + last) / 2, last] for last, _ in told), iter(error for _, error in told)
+    monkeypatch.setattr(trainer.workload, "validation_losses", lambda _: next(losses))
+    monkeypatch.setattr(trainer.workload, "validation_error", lambda _: next(errors))
+    trainer.run(progress=False)
+    assert trainer.best is not None
+    assert trainer.best["step"] == best
 
 
 @pytest.mark.parametrize("changes", [{}, {"constrained": False}, {"warmup_epochs": 0, "reference": 1.0}])
