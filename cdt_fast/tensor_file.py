@@ -4,6 +4,8 @@ import json
 import os
 from collections.abc import Mapping
 
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 from torch import Tensor
 
 from cdt_fast.checks import InputError
@@ -19,8 +21,6 @@ def serialized(tensors: Mapping[str, Tensor], words: Mapping[str, str] | None = 
     Writing is left to the caller, to whom the system reports a full disk; safetensors' own writer would reword it.
     Tensors that share memory come back apart.
     """
-    from safetensors.torch import save
-
     stored: dict[str, Tensor] = {}
     storages: set[int] = set()
     for name, tensor in tensors.items():
@@ -36,8 +36,6 @@ def load_tensors(path: str | os.PathLike[str], *, words_only: bool = False) -> t
 
     InputError: the file is missing, cut short or no safetensors file.
     """
-    from safetensors import SafetensorError, safe_open
-
     try:
         # safetensors opens a file twice by its name; another process may replace the file in between.
         with open(path, "rb") as opened, safe_open(f"/dev/fd/{opened.fileno()}", framework="pt") as file:

@@ -1,7 +1,5 @@
 """The networks that denoise video: patches on one grid, or the mean over shifted grids, and their losses."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
