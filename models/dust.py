@@ -13,16 +13,7 @@ from cdt_fast import ops
 from cdt_fast.checks import InputError, check_choice, check_integer
 from cdt_fast.models.dictionary import overcomplete_dct, squared_spectral_norm, tight_cosines
 from cdt_fast.models.pretrained import PretrainedModel, check_depth
-from cdt_fast.ops.common import (
-    LayerNonlinearity,
-    LayerwiseLosses,
-    check_factor,
-    check_shape,
-    check_tensor,
-    check_together,
-    compute_dtype,
-    weights_of_depths,
-)
+from cdt_fast.ops import common
 
 READOUTS = ("own", "next")
 
@@ -98,8 +89,8 @@ class DUST(PretrainedModel):
         if min(self.steps) <= 0:
             raise InputError(f"step must be above 0, got {step!r}")
         self._sparsities = _of_each_layer("sparsity", sparsity, layers, non_negative=True)
-        self.scale = check_factor("scale", scale)
-        self.nonlinearity = check_choice("nonlinearity", nonlinearity, get_args(LayerNonlinearity))
+        self.scale = common.check_factor("scale", scale)
+        self.nonlinearity = check_choice("nonlinearity", nonlinearity, get_args(common.LayerNonlinearity))
         self.readout = check_choice("readout", readout, READOUTS)
         norm = 0.0 if nonlinearity == "relu" else initial.square().sum(0).mean().sqrt().item()
         products = map(operator.mul, self._sparsities, self.steps)
@@ -160,14 +151,14 @@ class DUST(PretrainedModel):
         """
         if not self.tight_frame:
             raise InputError("refinement needs codes that read as the estimate: build the model with tight_frame=True")
-        units, dtype = self._units(noisy, deviation), compute_dtype(noisy)
+        units, dtype = self._units(noisy, deviation), common.compute_dtype(noisy)
         dictionaries = (self.dictionary,) * self.layers if self.tied else self.dictionary.unbind()
         signal = _normalized(noisy, units).to(dtype) if noisy.shape[-2] > 1 else None  # of one token A is 1
 
         def refine(level: int, estimate: Tensor) -> Tensor:
             check_depth("level", level, 1, self.layers)
-            check_tensor("estimate", estimate, 2, "[..., T, n]")
-            check_shape("estimate", estimate, tuple(noisy.shape), "as noisy")
+            common.check_tensor("estimate", estimate, 2, "[..., T, n]")
+            common.check_shape("estimate", estimate, tuple(noisy.shape), "as noisy")
             step = self.steps[level - 1]
             if signal is None:
                 mixed = _normalized(torch.lerp(estimate, noisy, step), units).to(dtype)
@@ -196,7 +187,7 @@ class DUST(PretrainedModel):
         depth_weights: Tensor | Sequence[float] | None = None,
         *,
         deviation: Tensor | float | None = None,
-    ) -> LayerwiseLosses:
+    ) -> common.LayerwiseLosses:
         """Return the losses of all depths against `clean` `[..., T, n]`, sums over a patch, and their weighted sum.
 
         See `ops.layerwise_reconstruction_loss` for what is differentiable. Used as
@@ -210,12 +201,12 @@ class DUST(PretrainedModel):
             deviation: σ of a noise-adaptive model.
         """
         units = self._units(noisy, deviation)
-        check_tensor("clean", clean, 2, "[..., T, n]")
-        check_shape("clean", clean, tuple(noisy.shape), "as noisy")
+        common.check_tensor("clean", clean, 2, "[..., T, n]")
+        common.check_shape("clean", clean, tuple(noisy.shape), "as noisy")
         noisy, clean = _normalized(noisy, units), _normalized(clean, units)
         if torch.is_grad_enabled():
-            clean = clean.to(compute_dtype(clean))  # once: every layer reads it, forward and backward
-        weights = weights_of_depths(depth_weights, self.layers + 1)
+            clean = clean.to(common.compute_dtype(clean))  # once: every layer reads it, forward and backward
+        weights = common.weights_of_depths(depth_weights, self.layers + 1)
         depths = list(self._depths(noisy, self.layers, read_all=True, clean=clean))
         # Depth 0 has no layer of its own to form its error in.
         _, first = ops.layerwise_reconstruction_loss([depths[0][0]], clean, reduction="sum")
@@ -223,12 +214,12 @@ class DUST(PretrainedModel):
         errors = [first.squeeze(0), *(error for _, error in depths[1:] if error is not None)]
         per_depth = torch.stack(errors) / tokens
         if weights is None:
-            return LayerwiseLosses(per_depth.sum(), per_depth)
+            return common.LayerwiseLosses(per_depth.sum(), per_depth)
         if isinstance(depth_weights, Tensor):
-            return LayerwiseLosses(torch.dot(weights.to(per_depth), per_depth), per_depth.detach())
+            return common.LayerwiseLosses(torch.dot(weights.to(per_depth), per_depth), per_depth.detach())
         # Numbers of the host multiply where they are: no copy to the device, and no backward for a depth of weight 0.
         counted = [weight / tokens * error for weight, error in zip(weights.tolist(), errors, strict=True) if weight]
-        return LayerwiseLosses(torch.stack(counted or [0 * errors[-1]]).sum(), per_depth.detach())
+        return common.LayerwiseLosses(torch.stack(counted or [0 * errors[-1]]).sum(), per_depth.detach())
 
     def spectral_ratio(self) -> Tensor:
         """Return `‖D‖₂² / c` of each dictionary (`[]` if tied, else `[layers]`); above 1 LISTA may overshoot."""
@@ -237,9 +228,9 @@ class DUST(PretrainedModel):
 
     def _units(self, noisy: Tensor, deviation: Tensor | float | None) -> tuple[Tensor, Tensor | float] | None:
         """Return μ and σ of each sequence, to be broadcast over its tokens; None if the model is not noise-adaptive."""
-        check_tensor("noisy", noisy, 2, "[..., T, n]")
-        check_shape("noisy", noisy, (*noisy.shape[:-1], self.patch_size), "tokens by the model's patch_size")
-        check_together(noisy=noisy, dictionary=self.dictionary)
+        common.check_tensor("noisy", noisy, 2, "[..., T, n]")
+        common.check_shape("noisy", noisy, (*noisy.shape[:-1], self.patch_size), "tokens by the model's patch_size")
+        common.check_together(noisy=noisy, dictionary=self.dictionary)
         if not self.noise_adaptive:
             if deviation is not None:
                 raise InputError("deviation requires noise_adaptive=True")
@@ -248,9 +239,9 @@ class DUST(PretrainedModel):
             raise InputError("noise_adaptive=True requires deviation, the noise's standard deviation")
         mean = noisy.mean((-2, -1), keepdim=True)
         if isinstance(deviation, Tensor) and deviation.ndim:
-            check_shape("deviation", deviation, tuple(noisy.shape[:-2]), "one a sequence")
+            common.check_shape("deviation", deviation, tuple(noisy.shape[:-2]), "one a sequence")
             return mean, deviation.to(noisy)[..., None, None]
-        number = check_factor("deviation", deviation)
+        number = common.check_factor("deviation", deviation)
         if number <= 0:
             raise InputError(f"deviation must be above 0, got {number!r}")
         return mean, number
@@ -260,7 +251,7 @@ class DUST(PretrainedModel):
     ) -> Iterator[tuple[Tensor, Tensor | None]]:
         """Yield the projection of every depth, each a reconstruction if `read_all`, else only the last; with `clean`
         also its squared error, for the depths whose layer forms it."""
-        noisy = noisy.to(compute_dtype(noisy))  # once, not in every layer
+        noisy = noisy.to(common.compute_dtype(noisy))  # once, not in every layer
         # Each with its cast, which is made once for all layers; they form the gradient in the parameter's own dtype.
         if self.tied:
             # As rows of one tensor, so that their gradients are added up at once.
@@ -317,10 +308,10 @@ class VideoUT(DUST):
 def _of_each_layer(name: str, given: Any, layers: int, non_negative: bool = False) -> tuple[float, ...]:
     """Return one number a layer, given one for all or as many as there are layers."""
     if not isinstance(given, Sequence) or isinstance(given, str):
-        return (check_factor(name, given, non_negative=non_negative),) * layers
+        return (common.check_factor(name, given, non_negative=non_negative),) * layers
     if len(given) != layers:
         raise InputError(f"{name} must be one number, or one for each of {layers} layers, got {given!r}")
-    return tuple(check_factor(f"{name}[{n}]", number, non_negative=non_negative) for n, number in enumerate(given))
+    return tuple(common.check_factor(f"{name}[{n}]", one, non_negative=non_negative) for n, one in enumerate(given))
 
 
 def _normalized(tokens: Tensor, units: tuple[Tensor, Tensor | float] | None) -> Tensor:

@@ -11,16 +11,7 @@ from torch import Tensor, nn
 from cdt_fast import ops
 from cdt_fast.checks import InputError, check_integer
 from cdt_fast.models.pretrained import PretrainedModel, check_depth
-from cdt_fast.ops.common import (
-    LayerwiseLosses,
-    check_factor,
-    check_lengths,
-    check_shape,
-    check_together,
-    describe,
-    padding_mask,
-    without_padding,
-)
+from cdt_fast.ops import common
 
 
 class TextUT(PretrainedModel):
@@ -68,7 +59,7 @@ class TextUT(PretrainedModel):
         self.embedding = _embedding(embedding)
         self.tied = bool(tied)
         self.width = self.embedding.embedding_dim if width is None else check_integer("width", width, 1)
-        self.scale = check_factor("scale", scale)
+        self.scale = common.check_factor("scale", scale)
         # Everything that is new has the dtype of the embeddings, so that bfloat16 ones of a pretrained model fit.
         dtype = self.embedding.weight.dtype
         source = self.embedding.embedding_dim
@@ -125,7 +116,7 @@ class TextUT(PretrainedModel):
         depth_weights: Tensor | Sequence[float] | None = None,
         *,
         lengths: Tensor | None = None,
-    ) -> LayerwiseLosses:
+    ) -> common.LayerwiseLosses:
         """Return the cross-entropies of all depths in nats, and their weighted sum.
 
         See `ops.layerwise_cross_entropy` for what is differentiable. Used as
@@ -142,11 +133,11 @@ class TextUT(PretrainedModel):
         """
         states = [states() for states in self._depths(tokens, self.layers, lengths)]
         if not isinstance(labels, Tensor) or labels.dtype != torch.int64:
-            raise InputError(f"labels must be an int64 tensor with one class a text, got {describe(labels)}")
-        check_shape("labels", labels, tuple(states[0].shape[:-1]), "one class a text")
+            raise InputError(f"labels must be an int64 tensor with one class a text, got {common.describe(labels)}")
+        common.check_shape("labels", labels, tuple(states[0].shape[:-1]), "one class a text")
         head = self.head
         losses = ops.layerwise_cross_entropy(states, head.weight, labels, head.bias, depth_weights=depth_weights)
-        return LayerwiseLosses(*losses)
+        return common.LayerwiseLosses(*losses)
 
     def _depths(self, tokens: Tensor, depth: int, lengths: Tensor | None) -> Iterator[Callable[[], Tensor]]:
         """Yield the states of every depth, pooled only when called."""
@@ -167,9 +158,8 @@ class TextUT(PretrainedModel):
         """Return the input of layer 1 `[..., T, d]`; the word embeddings are zero at padding."""
         is_ids = isinstance(tokens, Tensor) and tokens.dtype in (torch.int32, torch.int64) and tokens.dim() >= 1
         if not is_ids and not (isinstance(tokens, Tensor) and tokens.is_floating_point() and tokens.dim() >= 2):
-            raise InputError(
-                f"tokens must be ids [..., T] (int32 or int64) or embeddings [..., T, width], got {describe(tokens)}"
-            )
+            expected = "ids [..., T] (int32 or int64) or embeddings [..., T, width]"
+            raise InputError(f"tokens must be {expected}, got {common.describe(tokens)}")
         shape = tokens.shape if is_ids else tokens.shape[:-1]
         if shape[-1] == 0:
             raise InputError(f"tokens must hold at least one token a text, got shape {tuple(tokens.shape)}")
@@ -180,14 +170,15 @@ class TextUT(PretrainedModel):
             _check_range(tokens, 0, words - 1, f"tokens holds the id {{}}, outside the vocabulary of {words}")
             states = self.embedding(tokens)
         else:
-            check_shape("tokens", tokens, (*shape, self.embedding.embedding_dim), "tokens by the embeddings' width")
-            check_together(tokens=tokens, embedding=self.embedding.weight)
+            expected = (*shape, self.embedding.embedding_dim)
+            common.check_shape("tokens", tokens, expected, "tokens by the embeddings' width")
+            common.check_together(tokens=tokens, embedding=self.embedding.weight)
             states = tokens
-        check_lengths(lengths, states)
+        common.check_lengths(lengths, states)
         if lengths is not None:
             _check_range(lengths, 1, shape[-1], f"lengths must be from 1 to the {shape[-1]} tokens of a text, got {{}}")
         # Before the projections: what stands at padding (NaN too) would reach their weights' gradients.
-        states = without_padding(states, padding_mask(lengths, states))
+        states = common.without_padding(states, common.padding_mask(lengths, states))
         return states if self.projection is None else self.projection(states)
 
 
@@ -209,7 +200,7 @@ def _pooled(states: Tensor, pooling: Tensor | None) -> Tensor:
 
 def _pooling(states: Tensor, lengths: Tensor | None) -> Tensor | None:
     """Return `[..., 1, T]`: 1/length at the tokens that count, 0 at padding."""
-    padding = padding_mask(lengths, states)
+    padding = common.padding_mask(lengths, states)
     if padding is None or lengths is None:
         return None
     counts = lengths.clamp(min=1).to(torch.float64 if states.dtype == torch.float64 else torch.float32)
@@ -222,7 +213,7 @@ def _embedding(given: Any) -> nn.Embedding:
         return nn.Embedding.from_pretrained(given.detach().clone().contiguous(), freeze=False)
     if not isinstance(given, Sequence) or isinstance(given, str) or len(given) != 2:
         expected = "(vocabulary, width) or a floating-point tensor [vocabulary, width]"
-        raise InputError(f"embedding must be {expected}, got {describe(given)}")
+        raise InputError(f"embedding must be {expected}, got {common.describe(given)}")
     vocabulary = check_integer("embedding[0], the vocabulary,", given[0], 1)
     width = check_integer("embedding[1], the width,", given[1], 1)
     embedding = nn.Embedding(vocabulary, width)

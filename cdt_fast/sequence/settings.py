@@ -5,15 +5,8 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from cdt_fast.constraints.presets import PRESETS
-from cdt_fast.training.settings import (
-    ConstraintSettings,
-    NonNegative,
-    Positive,
-    RunSettings,
-    Section,
-    TrainingSettings,
-    setting,
-)
+from cdt_fast.training import settings as shared
+from cdt_fast.training.settings import NonNegative, Positive, Section, setting
 
 UNROLLED = "text-ut"  # the network of this package; any other name is a pretrained model's
 _GAMMA = "training noise as a multiple of the standard deviation of the embeddings"
@@ -51,7 +44,7 @@ class TextModelSettings(Section):
     least_count: Positive = setting(2, "text-ut: how often a word must occur to be in the vocabulary")
 
 
-class TextTrainingSettings(TrainingSettings):
+class TextTrainingSettings(shared.TrainingSettings):
     """[training] of labeled texts."""
 
     epochs: Positive = setting(3, "passes over the training samples")
@@ -87,7 +80,7 @@ class LanguageTrainingSettings(TextTrainingSettings):
     lr: NonNegative | None = setting(None, "learning rate of Adam (default: 2e-05)")
 
 
-class SequenceSettings(RunSettings):
+class SequenceSettings(shared.RunSettings):
     """The settings that both tasks share."""
 
     def needs(self) -> list[tuple[bool, str, str]]:
@@ -102,7 +95,7 @@ class TextSettings(SequenceSettings):
     networks: ClassVar[tuple[str, ...]] = (UNROLLED,)
     data: TextDataSettings = Field(default_factory=TextDataSettings)
     model: TextModelSettings = Field(default_factory=TextModelSettings)
-    constraints: ConstraintSettings = Field(default_factory=lambda: ConstraintSettings(**PRESETS["text"]))
+    constraints: shared.ConstraintSettings = Field(default_factory=lambda: shared.ConstraintSettings(**PRESETS["text"]))
     training: TextTrainingSettings = Field(default_factory=TextTrainingSettings)
 
     def needs(self) -> list[tuple[bool, str, str]]:
@@ -123,5 +116,5 @@ class LanguageSettings(SequenceSettings):
     networks: ClassVar[tuple[str, ...]] = ()
     data: LanguageDataSettings = Field(default_factory=LanguageDataSettings)
     model: LanguageModelSettings = Field(default_factory=LanguageModelSettings)
-    constraints: ConstraintSettings = Field(default_factory=lambda: ConstraintSettings(**PRESETS["lm"]))
+    constraints: shared.ConstraintSettings = Field(default_factory=lambda: shared.ConstraintSettings(**PRESETS["lm"]))
     training: LanguageTrainingSettings = Field(default_factory=LanguageTrainingSettings)

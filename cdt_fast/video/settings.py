@@ -6,17 +6,8 @@ from pydantic import Field
 
 from cdt_fast.checks import InputError
 from cdt_fast.constraints.presets import PRESETS, ObjectiveName
-from cdt_fast.training.settings import (
-    ConstraintSettings,
-    EvaluationSettings,
-    NoiseLevels,
-    NonNegative,
-    Positive,
-    RunSettings,
-    Section,
-    TrainingSettings,
-    setting,
-)
+from cdt_fast.training import settings as shared
+from cdt_fast.training.settings import NonNegative, Positive, Section, setting
 
 _CHESSBOARD = 4  # the shifted grids along each side of which a video is by default denoised on every other one
 # What noise levels are multiples of, and the least and the greatest that can be meant.
@@ -37,7 +28,7 @@ class VideoDataSettings(Section):
     size: Positive = setting(64, "side in pixels of the frames that a network trains on, a multiple of patch")
     patch: Positive = setting(8, "side in pixels of a square patch")
     patch_frames: Positive = setting(8, "frames of a patch; window is a multiple of it (vit: 1)")
-    gamma: NoiseLevels = setting([1.0, 50.0], "training noise: one level, or LOW,HIGH of a range")
+    gamma: shared.NoiseLevels = setting([1.0, 50.0], "training noise: one level, or LOW,HIGH of a range")
 
 
 class VideoModelSettings(Section):
@@ -58,7 +49,7 @@ class VideoModelSettings(Section):
     width: Annotated[int, Field(ge=2)] = setting(192, "vit: d; heads are 64 wide")
 
 
-class VideoTrainingSettings(TrainingSettings):
+class VideoTrainingSettings(shared.TrainingSettings):
     """[training] of video."""
 
     steps: Positive = setting(200, "optimizer steps")
@@ -71,17 +62,17 @@ class VideoTrainingSettings(TrainingSettings):
 _DENOISER = {**{name: value for name, value in PRESETS["video"].items() if name != "objective"}, "warmup_epochs": 0}
 
 
-class VideoSettings(RunSettings):
+class VideoSettings(shared.RunSettings):
     """All settings of a run on video."""
 
     task: ClassVar[str] = "video"
     networks: ClassVar[tuple[str, ...]] = ("dust", "ut", "vit")
     data: VideoDataSettings = Field(default_factory=VideoDataSettings)
     model: VideoModelSettings = Field(default_factory=VideoModelSettings)
-    constraints: ConstraintSettings = Field(default_factory=lambda: ConstraintSettings(**_DENOISER))
+    constraints: shared.ConstraintSettings = Field(default_factory=lambda: shared.ConstraintSettings(**_DENOISER))
     training: VideoTrainingSettings = Field(default_factory=VideoTrainingSettings)
-    evaluation: EvaluationSettings = Field(
-        default_factory=lambda: EvaluationSettings(gammas=[5.0, 10.0, 20.0, 30.0, 40.0, 50.0])
+    evaluation: shared.EvaluationSettings = Field(
+        default_factory=lambda: shared.EvaluationSettings(gammas=[5.0, 10.0, 20.0, 30.0, 40.0, 50.0])
     )
 
     @property
