@@ -6,6 +6,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from accelerate import Accelerator
@@ -60,15 +61,15 @@ def _times(run: PlannedRun, data: Any) -> _Times:
     with tempfile.TemporaryDirectory() as folder:
         accelerator = Accelerator(cpu=settings.training.device == "cpu")
         trainer = Trainer(RunFolder(folder), settings, task_of(settings), data, accelerator)
-        ends = []
-        for work in (trainer._train_step, *[trainer._train_step] * _TIMED_STEPS, trainer._validate):
+        autocast, ends = trainer.execution.autocast, []
+        validations = (trainer._validate, lambda: trainer.workload.validation_losses(autocast))
+        for work in (trainer._train_step, *[trainer._train_step] * _TIMED_STEPS, *validations):
             work()
             trainer.step += 1
             ends.append(time.perf_counter())
-    levels = len(settings.evaluation.gammas) + 1
-    validation = ends[-1] - ends[-2]
-    evaluation = validation * levels * len(data.test) / len(data.validation)
-    return _Times(trainer.workload.steps, (ends[-2] - ends[0]) / _TIMED_STEPS, validation, evaluation)
+    *steps, validation, level = (end - start for start, end in pairwise(ends))
+    evaluation = level * (len(settings.evaluation.gammas) + 1) * len(data.test) / len(data.validation)
+    return _Times(trainer.workload.steps, sum(steps) / _TIMED_STEPS, validation, evaluation)
 
 
 def results_table(experiment: Experiment, planned: Sequence[PlannedRun]) -> Table:
