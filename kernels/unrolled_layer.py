@@ -48,8 +48,8 @@ BLOCKS = {
     "ampere": {64: _blocks(64, 64, 32, 4, 2), 256: _blocks(64, 64, 64, 8, 2)},
     "hopper": {64: _blocks(64, 64, 32, 4, 3), 256: _blocks(64, 64, 32, 8, 2)},
 }
-# For aligned rows, and on cards with less shared memory for one dictionary and no lengths. On an H100 two blocks of
-# four warps on a multiprocessor take half the time of one of eight.
+# For aligned rows, and except on Hopper for one dictionary without lengths. On an H100 two blocks of four warps on a
+# multiprocessor take half the time of one of eight.
 LEAN_BLOCKS = {
     **BLOCKS,
     "consumer": {128: _blocks(64, 32, 32, 4, 2), 256: _blocks(64, 64, 32, 8, 2)},
@@ -60,7 +60,12 @@ BACKWARD_BLOCKS = {
     "ampere": _blocks(64, 64, 32, 8, 2),
     "hopper": _blocks(64, 64, 32, 8, 2),
 }
-LEAN_BACKWARD_BLOCKS = {**BACKWARD_BLOCKS, "consumer": _blocks(64, 64, 32, 8, 2), "hopper": _blocks(64, 32, 64, 4, 3)}
+LEAN_BACKWARD_BLOCKS = {
+    **BACKWARD_BLOCKS,
+    "consumer": _blocks(64, 64, 32, 8, 2),
+    "hopper": _blocks(64, 32, 64, 4, 3),
+    "b200": _blocks(64, 32, 32, 4, 3),  # where 64 columns spill
+}
 
 
 @triton.jit

@@ -159,7 +159,9 @@ def blocks_for(table: BlockTable, tensor: Tensor, size: int = 0, multiplies: boo
     Raises:
         ValueError: no block holds `size`.
     """
-    row: Any = table[card_of(tensor).family if tensor.element_size() == 2 else "float32"]
+    blackwell = 100 <= card_of(tensor).capability < 120
+    family = "b200" if blackwell and "b200" in table else card_of(tensor).family
+    row: Any = table[family if tensor.element_size() == 2 else "float32"]
     if not isinstance(next(iter(row)), str):
         row = next((blocks for largest, blocks in row.items() if size <= largest), None)
         if row is None:
@@ -167,7 +169,7 @@ def blocks_for(table: BlockTable, tensor: Tensor, size: int = 0, multiplies: boo
     # Triton's default for fusing products and sums differs between versions.
     precision = {"PRECISION": dot_precision(tensor.dtype)} if multiplies else {}
     # For a B200, the compiler of Triton 3.5 fails on pipelined loops with two products.
-    fails = 100 <= card_of(tensor).capability < 120 and triton_version() < (3, 6)
+    fails = blackwell and triton_version() < (3, 6)
     return {"enable_fp_fusion": True, **precision, **row, **({"num_stages": 1} if fails else {})}
 
 

@@ -398,7 +398,7 @@ def _is_lean(layer: _Layer) -> bool:
     """Return whether there is room for the larger of the kernels' blocks."""
     one = layer.next_dictionary is None and layer.lengths is None
     aligned = _is_aligned(layer.signal) and _is_aligned(layer.dictionary)
-    return aligned and (one or common.card_of(layer.signal).family == "hopper")
+    return aligned and (one or common.is_hopper(layer.signal.device))
 
 
 def _is_aligned(tensor: Tensor) -> bool:
