@@ -189,25 +189,31 @@ def _runs_as_one(
     if backend == "torch":
         return batch * tokens**2 * max(4, signal.element_size()) <= HELD_SCORE_BYTES
     next_width = width if next_dictionary is None else next_dictionary.shape[0]
-    # Of narrow or unaligned tiles ptxas 12.8 makes code for Hopper that reads wrong shared memory (docs/gpus.md).
-    if common.is_hopper(signal.device):
-        tensors = [each for each in (signal, codes, dictionary, projection, next_dictionary) if each is not None]
-        wide = all(each > 32 and each % 8 == 0 for each in (width, dictionary.shape[1], next_width))
-        if not wide or any(each.storage_offset() * each.element_size() % 16 for each in tensors):
-            return False
-    return fused_unsupported_reason(tokens, max(width, next_width), signal.dtype) is None
+    tensors = [each for each in (signal, codes, dictionary, projection, next_dictionary) if each is not None]
+    aligned = not any(each.storage_offset() * each.element_size() % 16 for each in tensors)
+    widths = width, dictionary.shape[1], next_width
+    reason = fused_unsupported_reason(tokens, widths, signal.dtype, signal.device)
+    return reason is None and (aligned or not common.is_hopper(signal.device))
 
 
-def fused_unsupported_reason(tokens: int, widest: int, dtype: torch.dtype) -> str | None:
+def fused_unsupported_reason(
+    tokens: int, widths: tuple[int, int, int], dtype: torch.dtype, device: torch.device
+) -> str | None:
     """Return why no kernel holds the whole layer in its tiles, or None if one does.
 
-    `tokens` are those of a sequence; `widest` is the greater width, of the signal or of the next projection.
+    `tokens` are those of a sequence; `widths` those of the signal, the codes and the next projection.
     """
+    width, code_width, next_width = widths
     if dtype.itemsize != 2:
         return "tiles of float32 leave no shared memory for the dictionary"
     if tokens > common.LONGEST:
         return f"a tile holds sequences of up to {common.LONGEST} tokens, got {tokens}"
-    return f"a tile holds patches of up to {common.WIDEST} pixels, got {widest}" if widest > common.WIDEST else None
+    if (widest := max(width, next_width)) > common.WIDEST:
+        return f"a tile holds patches of up to {common.WIDEST} pixels, got {widest}"
+    # Of narrow or unaligned tiles ptxas 12.8 makes code that reads wrong shared memory (docs/gpus.md).
+    if common.is_hopper(device) and any(each <= 32 or each % 8 for each in widths):
+        return f"on Hopper patches and codes must be of multiples of 8, from 40 on, got {width} and {code_width}"
+    return None
 
 
 def _layer_of_ops(layer: _Layer) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -109,8 +109,9 @@ def mean_rmse(
     model: Denoiser, windows: Windows, settings: VideoSettings, sigma: float, autocast: torch.dtype | None
 ) -> float:
     """Return the headline of `VideoEvaluation` on these windows."""
-    errors, _ = _measured(_all_depths(model, settings, autocast), 0, windows, sigma, settings, device_of(model))
-    return errors[:, 0].mean().item()
+    denoise = _all_depths(model, settings, autocast)
+    errors, _ = _measured(lambda *given: denoise(*given)[:1], 0, windows, sigma, settings, device_of(model))
+    return errors.mean().item()
 
 
 def _all_depths(

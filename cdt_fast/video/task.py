@@ -105,7 +105,8 @@ class VideoWorkload:
         backend = explain()
         if device.type != "cuda" or not backend.startswith("triton"):
             return f"ops on {backend if device.type == 'cuda' else 'torch'}"
-        reason = fused_unsupported_reason(self._settings.tokens, self._denoiser.patch_size, dtype)
+        widths = self._denoiser.patch_size, self._denoiser.code_size, self._denoiser.patch_size
+        reason = fused_unsupported_reason(self._settings.tokens, widths, dtype, device)
         if reason is None:
             return "each layer in one fused Triton kernel, forward and backward"
         return f"each layer composed of ops, not in one kernel ({reason})"

@@ -96,7 +96,8 @@ class TestCompileKernels:
         for one in found:
             assert not one.faults(CARDS[card]), one
             assert one.registers > 0, one
-        assert max(one.load_bits for one in found) >= 64
+        narrow = [one for one in found if one.load_bits < 64]  # of 225 pixels, composed on Hopper
+        assert len(narrow) <= (kernel == "packed_forward" and card == "H200"), narrow
 
     @pytest.mark.parametrize("card", ["RTX 3090", "H200", "RTX 5090"])
     @pytest.mark.parametrize("vocabulary", [32_000, 30_522, 50_257, 128_256])

@@ -78,12 +78,15 @@ def test_rows(
         torch.testing.assert_close(both[0].cpu().double(), losses.detach(), rtol=1e-6, atol=2e-6)
         torch.testing.assert_close(both[1].cpu().double(), gradients, rtol=torch.finfo(dtype).eps, atol=2e-6)
 
-        # Losses alone leave the logits as they are; the gradient alone is the same, but for products fused with sums.
+        # Losses alone leave the logits as they are; the gradient alone is the same.
         inside = poisoned_rows(logits, padding)
         assert torch.equal(run(inside, targets, None, *given[2:], **more)[0], both[0])
         assert torch.equal(inside[:, :vocabulary], logits)
         run(inside, *given, **more, alone=True)
-        torch.testing.assert_close(inside[:, :vocabulary], both[1], rtol=torch.finfo(dtype).eps, atol=1e-6)
+        if device.type == "cuda":  # ptxas fuses other products with sums in the kernel of the gradient alone
+            torch.testing.assert_close(inside[:, :vocabulary], both[1], rtol=torch.finfo(dtype).eps, atol=1e-7)
+        else:
+            assert torch.equal(inside[:, :vocabulary], both[1])
 
 
 @pytest.mark.parametrize(("softcap", "smoothing"), FLAGS)

@@ -3,6 +3,7 @@ what becomes of kernels that fail."""
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 import warnings
@@ -220,3 +221,21 @@ def test_plain_torch_takes_over_a_backward_that_does_not_fit(on_a_card: None, mo
     assert calls == ["forward", "backward"] * 2
     torch.testing.assert_close(found, expected)
     assert all(map(torch.equal, again, expected))
+
+
+@pytest.mark.parametrize(("widths", "fits"), [((40, 48, 64), True), ((64, 32, 64), False), ((225, 96, 225), False)])
+def test_on_hopper_narrow_or_unaligned_layers_are_composed(
+    monkeypatch: pytest.MonkeyPatch, widths: tuple[int, int, int], fits: bool
+) -> None:
+    """ptxas 12.8 compiles them wrong there, and there alone."""
+    module = importlib.import_module("cdt_fast.ops.unrolled_layer")
+    given = 20, widths, torch.bfloat16, torch.device("cpu")
+    width, code_width, _ = widths
+    memory = torch.empty(20 * width + 8, dtype=torch.bfloat16)
+    for hopper in (False, True):
+        monkeypatch.setattr(common, "is_hopper", lambda _, hopper=hopper: hopper)
+        assert (module.fused_unsupported_reason(*given) is None) == (fits or not hopper)
+        for offset in (8, 3):
+            signal = memory[offset : offset + 20 * width].view(1, 20, width)
+            tensors = signal, None, torch.empty(width, code_width), None, None
+            assert module._runs_as_one(*tensors, "triton") == (not hopper or (fits and offset == 8))
