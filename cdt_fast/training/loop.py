@@ -321,8 +321,8 @@ class Trainer:
         """
         if "error" in entry:
             feasible, was = (one["feasible"] and self.settings.constrained for one in (entry, best))
-            kept = was and best["step"] > 0
-            return entry["error"] < best.get("error", math.inf) if feasible == kept else bool(feasible)
+            lower = entry["error"] < best.get("error", math.inf)
+            return lower if best["step"] == 0 or feasible == was else bool(feasible)
         prices = {self.settings.constrained, self.settings.constrained and best["step"] > 0}
         merit = self.constraints.merit
         return any(merit(entry["loss"], priced=priced) < merit(best["loss"], priced=priced) for priced in prices)

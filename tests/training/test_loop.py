@@ -174,10 +174,13 @@ def test_the_model_of_the_lowest_merit_is_kept(
 @pytest.mark.parametrize(
     ("constrained", "told", "best"),
     [
-        # Feasible at every step; then never; then at the second and third.
+        # Feasible at every step; then never; then at the second and third; then worse than untrained, feasible or not.
         (True, [(3.0, 9.0), (3.0, 8.0), (3.0, 8.5)], 1),
         (True, [(3.0, 9.0), (7.0, 8.0), (7.0, 7.0)], 2),
-        (True, [(7.0, 5.0), (3.0, 9.0), (3.0, 8.0), (7.0, 7.0)], 2),
+        (True, [(7.0, 9.5), (3.0, 9.0), (3.0, 8.0), (7.0, 7.0)], 2),
+        (True, [(7.0, 5.0), (3.0, 9.0), (3.0, 8.0), (7.0, 7.0)], 0),
+        (True, [(3.0, 5.0), (3.0, 9.0), (7.0, 7.0)], 0),
+        (True, [(3.0, 9.0), (7.0, 8.0), (3.0, 8.5)], 2),
         (False, [(3.0, 9.0), (7.0, 8.0), (3.0, 8.5)], 1),
     ],
 )
