@@ -23,6 +23,7 @@ from tests.runs import Config, load_data
 def _a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *_: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a card")
+    monkeypatch.setattr("cdt_fast.ops.common.is_hopper", lambda _: False)
     before = torch.backends.cuda.matmul.allow_tf32
     yield
     torch.backends.cuda.matmul.allow_tf32 = before
@@ -75,8 +76,8 @@ def test_float16_without_a_scaler_and_a_gpu_that_is_not_there_are_refused(tiny_c
 @pytest.mark.parametrize(
     ("changes", "backend", "what"),
     [
-        ({}, "triton (blocks for hopper cards)", "each layer in one fused Triton kernel"),
-        ({"patch": 32}, "triton (blocks for hopper cards)", "composed of ops, not in one kernel ("),
+        ({}, "triton (blocks for rtx cards)", "each layer in one fused Triton kernel"),
+        ({"patch": 32}, "triton (blocks for rtx cards)", "composed of ops, not in one kernel ("),
         ({}, "torch (an old card)", "ops on torch (an old card)"),
     ],
 )
