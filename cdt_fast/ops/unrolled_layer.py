@@ -189,11 +189,7 @@ def _runs_as_one(
     if backend == "torch":
         return batch * tokens**2 * max(4, signal.element_size()) <= HELD_SCORE_BYTES
     next_width = width if next_dictionary is None else next_dictionary.shape[0]
-    tensors = [each for each in (signal, codes, dictionary, projection, next_dictionary) if each is not None]
-    aligned = not any(each.storage_offset() * each.element_size() % 16 for each in tensors)
-    widths = width, dictionary.shape[1], next_width
-    reason = fused_unsupported_reason(tokens, widths, signal.dtype, signal.device)
-    return reason is None and (aligned or not common.is_hopper(signal.device))
+    return not fused_unsupported_reason(tokens, (width, dictionary.shape[1], next_width), signal.dtype, signal.device)
 
 
 def fused_unsupported_reason(
@@ -210,7 +206,7 @@ def fused_unsupported_reason(
         return f"a tile holds sequences of up to {common.LONGEST} tokens, got {tokens}"
     if (widest := max(width, next_width)) > common.WIDEST:
         return f"a tile holds patches of up to {common.WIDEST} pixels, got {widest}"
-    # Of narrow or unaligned tiles ptxas 12.8 makes code that reads wrong shared memory (docs/gpus.md).
+    # Of narrow tiles ptxas 12.8 makes code that reads wrong shared memory (docs/gpus.md).
     if common.is_hopper(device) and any(each <= 32 or each % 8 for each in widths):
         return f"on Hopper patches and codes must be of multiples of 8, from 40 on, got {width} and {code_width}"
     return None
@@ -269,8 +265,8 @@ def _forward(
         assert codes is not None  # without codes the caller has computed a projection
         tokens = common.without_padding(codes, common.padding_mask(lengths, signal))
         projection = _product_of_tokens(tokens, low.mT)
-    tensors = codes, signal, low, projection, next_low, target, lengths
-    layer = _Layer(*tensors, step, threshold, scale, nonlinearity)
+    tensors: tuple[Any, Any, Any, Any, Any] = _for_card(codes, signal, low, projection, next_low)
+    layer = _Layer(*tensors, target, lengths, step, threshold, scale, nonlinearity)
     if backend == "triton":
         from cdt_fast.kernels import unrolled_layer as kernels
 
@@ -322,10 +318,12 @@ def _gradients(
     """Return the gradients that are needed, in the order of the arguments."""
     _, needs_codes, needs_dictionary, needs_projection, needs_next_dictionary = needs
     tied = next_dictionary is None
+    tensors: tuple[Any, Any, Any, Any, Any] = _for_card(codes, signal, low, projection, next_low)
     # No gradient depends on the threshold.
-    layer = _Layer(codes, signal, low, projection, next_low, target, lengths, step, 0.0, scale, nonlinearity)
+    layer = _Layer(*tensors, target, lengths, step, 0.0, scale, nonlinearity)
     projects = needs_projection if projection_given else needs_codes or needs_dictionary
-    given = next_codes, next_projection, grad_next_codes, grad_next_projection, grad_error, [*needs[:3], projects]
+    read: tuple[Any, Any, Any, Any] = _for_card(next_codes, next_projection, grad_next_codes, grad_next_projection)
+    given = *read, grad_error, [*needs[:3], projects]
     found = None
     if backend == "triton":
         from cdt_fast.kernels import unrolled_layer as kernels
@@ -410,9 +408,15 @@ def _is_lean(layer: _Layer) -> bool:
 def _is_aligned(tensor: Tensor) -> bool:
     """Return whether rows of a contiguous tensor start on multiples of 16 bytes: else loads are narrow, and take more
     shared memory."""
-    return (
-        tensor.storage_offset() * tensor.element_size() % 16 == 0 and tensor.shape[-1] * tensor.element_size() % 16 == 0
-    )
+    return not any(count * tensor.element_size() % 16 for count in (tensor.storage_offset(), tensor.shape[-1]))
+
+
+def _for_card(*tensors: Any) -> Any:
+    """Return the tensors; on Hopper aligned copies of those that are not, which ptxas 12.8 would compile wrong."""
+    return [
+        each.clone() if each is not None and common.is_hopper(each.device) and not _is_aligned(each) else each
+        for each in tensors
+    ]
 
 
 # Plain torch, with the scores of all sequences at once

@@ -224,18 +224,19 @@ def test_plain_torch_takes_over_a_backward_that_does_not_fit(on_a_card: None, mo
 
 
 @pytest.mark.parametrize(("widths", "fits"), [((40, 48, 64), True), ((64, 32, 64), False), ((225, 96, 225), False)])
-def test_on_hopper_narrow_or_unaligned_layers_are_composed(
+def test_on_hopper_narrow_layers_are_composed_and_unaligned_tensors_copied(
     monkeypatch: pytest.MonkeyPatch, widths: tuple[int, int, int], fits: bool
 ) -> None:
     """ptxas 12.8 compiles them wrong there, and there alone."""
     module = importlib.import_module("cdt_fast.ops.unrolled_layer")
     given = 20, widths, torch.bfloat16, torch.device("cpu")
-    width, code_width, _ = widths
-    memory = torch.empty(20 * width + 8, dtype=torch.bfloat16)
+    memory = torch.arange(168, dtype=torch.bfloat16)
+    signal, aligned = memory[3:163].view(1, 20, 8), memory[8:].view(1, 20, 8)
     for hopper in (False, True):
         monkeypatch.setattr(common, "is_hopper", lambda _, hopper=hopper: hopper)
         assert (module.fused_unsupported_reason(*given) is None) == (fits or not hopper)
-        for offset in (8, 3):
-            signal = memory[offset : offset + 20 * width].view(1, 20, width)
-            tensors = signal, None, torch.empty(width, code_width), None, None
-            assert module._runs_as_one(*tensors, "triton") == (not hopper or (fits and offset == 8))
+        first, none, second = module._for_card(signal, None, aligned)
+        assert (first is signal) == (not hopper)
+        assert torch.equal(first, signal)
+        assert none is None
+        assert second is aligned
