@@ -150,7 +150,7 @@ def card_of(tensor: Tensor) -> GpuSpec:
 @_constant
 def is_hopper(device: torch.device) -> bool:
     """Return whether the GPU `device` is an H100 or H200, whose products are of instructions of their own."""
-    return not interpreting() and 90 <= spec_of(device).capability < 100
+    return device.type == "cuda" and not interpreting() and 90 <= spec_of(device).capability < 100
 
 
 def blocks_for(table: BlockTable, tensor: Tensor, size: int = 0, multiplies: bool = True) -> dict[str, Any]:
