@@ -413,10 +413,9 @@ def _is_aligned(tensor: Tensor) -> bool:
 
 def _for_card(*tensors: Any) -> Any:
     """Return the tensors; on Hopper aligned copies of those that are not, which ptxas 12.8 would compile wrong."""
-    return [
-        each.clone() if each is not None and common.is_hopper(each.device) and not _is_aligned(each) else each
-        for each in tensors
-    ]
+    if not common.is_hopper(next(each.device for each in tensors if each is not None)):
+        return tensors
+    return [each if each is None or _is_aligned(each) else each.clone() for each in tensors]
 
 
 # Plain torch, with the scores of all sequences at once
