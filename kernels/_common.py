@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -19,6 +20,18 @@ def block_shapes(*names: str) -> Callable[..., dict[str, int]]:
 def block_width(width: int) -> int:
     """Return the columns of a block that holds the width."""
     return max(16, triton.next_power_of_2(width))
+
+
+def programs_of(sequences: int, tokens: int, processors: int, blocks: Mapping[str, Any]) -> int:
+    """Return in how many programs every block gets as many whole sequences as any other, or one fewer.
+
+    The last wave of them is full: a multiprocessor holds one block of eight warps, by its registers.
+    """
+    if not tokens:
+        return 0
+    wave = processors * max(1, 8 // blocks["num_warps"])
+    programs = triton.cdiv(sequences, blocks["ROWS"] // tokens)
+    return min(triton.cdiv(programs, wave) * wave, sequences)
 
 
 @triton.jit

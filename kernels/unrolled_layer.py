@@ -31,6 +31,7 @@ from cdt_fast.kernels._common import (
     block_width,
     load_atoms,
     load_rows,
+    programs_of,
     rows_of_sequences,
     softmax_tile,
     store_rows,
@@ -304,18 +305,6 @@ def unrolled_backward_kernel(
             store_rows(grad_codes + first * CODE_WIDTH, row, exists, start, gradient, CODE_WIDTH, ATOMS)
 
 
-def _share(sequences: int, tokens: int, processors: int, blocks: Mapping[str, Any]) -> int:
-    """Return in how many programs every block gets as many whole sequences as any other, or one fewer.
-
-    The last wave of them is full: a multiprocessor holds one block of eight warps, by its registers.
-    """
-    if not tokens:
-        return 0
-    wave = processors * max(1, 8 // blocks["num_warps"])
-    programs = triton.cdiv(sequences, blocks["ROWS"] // tokens)
-    return min(triton.cdiv(programs, wave) * wave, sequences)
-
-
 # The layer: the resolved arguments of `cdt_fast.ops.unrolled_layer`, contiguous and, but for the target, of one dtype;
 # T is at most 64, n and k at most 256.
 def forward(layer: Any, processors: int, blocks: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -323,7 +312,7 @@ def forward(layer: Any, processors: int, blocks: Mapping[str, Any]) -> tuple[Ten
     codes, signal, dictionary, projection, next_dictionary, target, lengths, step, threshold, scale, name = layer
     (sequences, tokens, width), code_width = signal.shape, dictionary.shape[1]
     next_width = width if next_dictionary is None else next_dictionary.shape[0]
-    programs = _share(sequences, tokens, processors, blocks)
+    programs = programs_of(sequences, tokens, processors, blocks)
     next_codes = signal.new_empty((sequences, tokens, code_width))
     next_projection = signal.new_empty((sequences, tokens, next_width))
     residual = next_projection if next_width == width else torch.empty_like(signal)
@@ -372,7 +361,7 @@ def backward(
     update = torch.empty_like(next_codes)
     residual = torch.empty_like(signal) if needs_dictionary else None
     grad_codes = torch.empty_like(next_codes) if needs_codes else None
-    programs = _share(sequences, tokens, processors, blocks)
+    programs = programs_of(sequences, tokens, processors, blocks)
     if programs:
         unrolled_backward_kernel[(programs,)](
             *(codes, signal, projection, dictionary, next_codes, next_projection, next_dictionary, target),

@@ -34,6 +34,7 @@ from triton.runtime.jit import JITFunction
 
 from cdt_fast import ops
 from cdt_fast.files import write_text
+from cdt_fast.kernels import denoising_layer
 from cdt_fast.kernels.layerwise_cross_entropy import cross_entropy_
 from cdt_fast.models import DUST
 from cdt_fast.ops import common
@@ -174,6 +175,15 @@ def call_ops(dtype: torch.dtype, with_flags: bool = True) -> None:
                 differentiate(ops.unrolled_layer, codes, signal, dictionary, **given, **flags)
         model = DUST(width, 1024, 3).to("meta", dtype)
         differentiate(model.layer_losses, signal, target, weights[:4])
+    for atoms in (512, 256)[: 1 + every] if short else ():
+        rows, variance = tensor(3200, 5, 256), weights.new_empty(3200, 5)
+        layer = rows, rows, tensor(256, atoms), weights.new_empty(atoms), weights.new_empty(3)
+        options: Any = {"processors": common.card_of(rows).processors}
+        denoising_layer.forward(*layer, **options, blocks=common.blocks_for(denoising_layer.BLOCKS, rows))
+        options["blocks"] = common.blocks_for(denoising_layer.BACKWARD_BLOCKS, rows)
+        for upstream in ((rows, variance), (rows, None), (None, variance)):
+            for needed in (True, False) if every else (True,):
+                denoising_layer.backward(*layer, *upstream, needed, **options)
 
 
 class Driver:

@@ -79,7 +79,7 @@ def unrolled_layer(
         step: 1/c ≥ 0; with `c ≥ ‖D‖₂²` the LISTA half-step never raises its objective.
         threshold: θ = λ₁/c ≥ 0; "relu" does not use it.
         scale: β, the factor of the attention scores.
-        nonlinearity: "soft_threshold", or in its place "hard_threshold" for `v [|v| > θ]` or "relu" for `max(v, 0)`.
+        nonlinearity: "soft_threshold", or in its place "relu" for `max(v, 0)`.
         projection: Z = `codes @ dictionary.T`, `[..., T, n]`, where the caller has it already; it is not checked. Its
             gradient flows to the tensor given.
         lengths: `[...]` integers, the number of tokens that count in each sequence; results are zero at padding.
@@ -265,7 +265,7 @@ def _forward(
         assert codes is not None  # without codes the caller has computed a projection
         tokens = common.without_padding(codes, common.padding_mask(lengths, signal))
         projection = _product_of_tokens(tokens, low.mT)
-    tensors: tuple[Any, Any, Any, Any, Any] = _for_card(codes, signal, low, projection, next_low)
+    tensors: tuple[Any, Any, Any, Any, Any] = for_card(codes, signal, low, projection, next_low)
     layer = _Layer(*tensors, target, lengths, step, threshold, scale, nonlinearity)
     if backend == "triton":
         from cdt_fast.kernels import unrolled_layer as kernels
@@ -318,11 +318,11 @@ def _gradients(
     """Return the gradients that are needed, in the order of the arguments."""
     _, needs_codes, needs_dictionary, needs_projection, needs_next_dictionary = needs
     tied = next_dictionary is None
-    tensors: tuple[Any, Any, Any, Any, Any] = _for_card(codes, signal, low, projection, next_low)
+    tensors: tuple[Any, Any, Any, Any, Any] = for_card(codes, signal, low, projection, next_low)
     # No gradient depends on the threshold.
     layer = _Layer(*tensors, target, lengths, step, 0.0, scale, nonlinearity)
     projects = needs_projection if projection_given else needs_codes or needs_dictionary
-    read: tuple[Any, Any, Any, Any] = _for_card(next_codes, next_projection, grad_next_codes, grad_next_projection)
+    read: tuple[Any, Any, Any, Any] = for_card(next_codes, next_projection, grad_next_codes, grad_next_projection)
     given = *read, grad_error, [*needs[:3], projects]
     found = None
     if backend == "triton":
@@ -411,7 +411,7 @@ def _is_aligned(tensor: Tensor) -> bool:
     return not any(count * tensor.element_size() % 16 for count in (tensor.storage_offset(), tensor.shape[-1]))
 
 
-def _for_card(*tensors: Any) -> Any:
+def for_card(*tensors: Any) -> Any:
     """Return the tensors; on Hopper aligned copies of those that are not, which ptxas 12.8 would compile wrong."""
     if not common.is_hopper(next(each.device for each in tensors if each is not None)):
         return tensors

@@ -110,9 +110,9 @@ def test_a_layer_with_the_blocks_of_an_h200(device: torch.device, monkeypatch: p
 @pytest.mark.parametrize(
     ("op", "options"),
     [
-        *(("lista_step", {"nonlinearity": name}) for name in ("hard_threshold", "relu")),
-        *(("residual_linear", {"nonlinearity": name}) for name in ("soft_threshold", "hard_threshold", "identity")),
-        *(("unrolled_layer", {"nonlinearity": name}) for name in ("hard_threshold", "relu")),
+        *(("lista_step", {"nonlinearity": name}) for name in ("relu",)),
+        *(("residual_linear", {"nonlinearity": name}) for name in ("soft_threshold", "identity")),
+        *(("unrolled_layer", {"nonlinearity": name}) for name in ("relu",)),
         *(("symmetric_attention", {"scale": scale, "energy": True}) for scale in (-0.5, 0.0)),
         ("layerwise_cross_entropy", {"softcap": 3.0, "reduction": "sum"}),
         ("layerwise_cross_entropy", {"depth_weights": [0.5, 0.0, -2.0]}),

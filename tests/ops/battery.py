@@ -25,16 +25,18 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "residual_linear": ("bias",),
     "symmetric_attention": ("values", "lengths"),
     "unrolled_layer": ("first", "projection", "next_dictionary", "target", "lengths"),
+    "denoising_layer": (),
     "layerwise_reconstruction_loss": ("lengths", "weights"),
     "layerwise_cross_entropy": ("bias", "weights", "targets of depths", "class weights"),
 }
-SHRINKAGE = {"threshold": (0.1, 0.0, 0.6), "nonlinearity": ("soft_threshold", "hard_threshold", "relu")}
+SHRINKAGE = {"threshold": (0.1, 0.0, 0.6), "nonlinearity": ("soft_threshold", "relu")}
 OPTIONS: dict[str, dict[str, tuple[Any, ...]]] = {
     "soft_threshold": {"threshold": (0.3, 0.0, 3.0)},
     "lista_step": {"step": (0.2, 0.05), **SHRINKAGE},
     "residual_linear": {"alpha": (0.5, -0.5, 0.0), **SHRINKAGE, "nonlinearity": ("relu", "soft_threshold", "identity")},
     "symmetric_attention": {"scale": (0.7, -0.5, 0.0), "energy": (False, True)},
     "unrolled_layer": {"step": (0.3, 0.05), **SHRINKAGE, "scale": (1.0, 0.25, -0.5)},
+    "denoising_layer": {},
     "layerwise_reconstruction_loss": {"reduction": ("mean", "sum")},
     "layerwise_cross_entropy": {
         "reduction": ("mean", "sum"),
@@ -68,8 +70,8 @@ VARIANTS: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
         {"z_loss": 0.05},
     ),
 }
-# `soft_threshold` is made of torch's own functions, which torch differentiates.
-OPERATORS = tuple(name for name, (op, _, _) in VARIANTS.items() if op != "soft_threshold")
+# These are made of torch's own functions, which torch differentiates.
+OPERATORS = tuple(name for name, (op, _, _) in VARIANTS.items() if op not in ("soft_threshold", "denoising_layer"))
 PADDED = tuple(name for name, (_, extras, _) in VARIANTS.items() if "lengths" in extras)
 OF_SAMPLES = tuple(name for name in OPERATORS if VARIANTS[name][0] not in LOSSES)
 
@@ -145,6 +147,12 @@ def build(op: str, *extras: str, **options: Any) -> Case:
             tensors["next_dictionary"] = normal(source, width + 2, atoms) / max(1, atoms) ** 0.5
         if "target" in extras:
             options["target"] = normal(source, *rows, width + 2 * ("next_dictionary" in extras))
+    elif op == "denoising_layer":
+        tensors |= {name: normal(source, *rows, width) for name in ("signal", "features")}
+        tensors["dictionary"] = normal(source, width, atoms) / max(1, width) ** 0.5
+        tensors["thresholds"] = 0.5 + normal(source, atoms).abs()
+        numbers = {"scale": 0.3, "self_bias": 0.5, "sharpness": 2.0}
+        tensors |= {name: torch.tensor(value, dtype=torch.float64) for name, value in numbers.items()}
     else:
         tensors |= {name: normal(source, *rows, width) for name in DEPTHS}
         if op == "layerwise_reconstruction_loss":
@@ -206,6 +214,8 @@ def formula(case: Case, tensors: dict[str, Tensor], written: bool = False) -> li
             error = (outputs[1].to(wide) - target.to(wide)).square()
             outputs.append(error[counted(lengths, outputs[1])].sum())
         return outputs
+    if op == "denoising_layer":
+        return list((written_denoising if written else reference)(**given))
     others = {"lista_step": written_step, "residual_linear": written_linear, "symmetric_attention": written_mixture}
     others |= {"soft_threshold": lambda x, threshold: written_shrinkage(x, threshold, "soft_threshold")}
     return [(others[op] if written else reference)(**given, **options)]
@@ -267,8 +277,6 @@ def written_shrinkage(x: Tensor, threshold: float | Tensor, nonlinearity: str) -
     zero = torch.zeros_like(x)
     if nonlinearity == "relu":
         return torch.where(x > 0, x, zero)
-    if nonlinearity == "hard_threshold":
-        return torch.where(x.abs() > threshold, x, zero)
     return torch.where(x > threshold, x - threshold, torch.where(x < -threshold, x + threshold, zero))
 
 
@@ -285,6 +293,25 @@ def written_linear(
     x: Tensor, weight: Tensor, residual: Tensor, *, alpha: float, threshold: float, nonlinearity: str
 ) -> Tensor:
     return written_shrinkage(residual + alpha * torch.einsum("...n,nm->...m", x, weight), threshold, nonlinearity)
+
+
+def written_denoising(
+    signal: Tensor,
+    features: Tensor,
+    dictionary: Tensor,
+    thresholds: Tensor,
+    scale: Tensor,
+    self_bias: Tensor,
+    sharpness: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """The layer by the distances of the features, and the gate by exponentials."""
+    distances = (features.unsqueeze(-2) - features.unsqueeze(-3)).square().sum(-1)
+    alike = torch.exp(-0.5 * scale * distances - self_bias * torch.eye(distances.shape[-1], dtype=distances.dtype))
+    attention = alike / alike.sum(-1, keepdim=True)
+    left = torch.einsum("...ij,...ij->...i", attention, attention).sqrt().unsqueeze(-1)
+    codes = torch.einsum("...ij,...jn,nm->...im", attention, signal, dictionary)
+    gate = 1 / (1 + torch.exp(sharpness - sharpness * (codes / (left * thresholds)) ** 2))
+    return torch.einsum("...m,nm->...n", codes * gate, dictionary), ((left * gate) ** 2).sum(-1)
 
 
 def written_layer(

@@ -1,0 +1,187 @@
+"""The layer of a denoiser: energy attention over time, then shrinkage of the mean's codes (docs/ops.md §4)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cdt_fast.ops import common
+from cdt_fast.ops.unrolled_layer import for_card, fused_unsupported_reason
+
+
+class DenoisedTokens(NamedTuple):
+    """The outputs of one layer."""
+
+    tokens: Tensor  # Y, [..., T, n]
+    variance: Tensor  # v, [..., T]
+
+
+def denoising_layer(
+    signal: Tensor,
+    features: Tensor,
+    dictionary: Tensor,
+    thresholds: Tensor,
+    *,
+    scale: Tensor,
+    self_bias: Tensor,
+    sharpness: Tensor,
+) -> DenoisedTokens:
+    """Average each token with those that look alike, and shrink the codes of the mean by the noise that is left in it.
+
+        A = softmax_rows(β (E Eᵀ − ½ 1 ‖e_j‖²) − δ I),   ρ_i = ‖A_i‖₂,   C = (A W) D,
+        H = C ∘ G,   G_ij = sigmoid(κ (C_ij² / (ρ_i t_j)² − 1)),   Y = H Dᵀ,   v_i = ρ_i² Σ_j G_ij²
+
+    Up to a factor of the row A_ij is `exp(−½ β ‖e_i − e_j‖²)`: what is alike is averaged, what is not left alone. White
+    noise of deviation 1 in W has the deviation ρ_i in the mean, and in the output the variance v_i.
+
+    Args:
+        signal: W, `[..., T, n]`, what is averaged, in units of the noise's deviation.
+        features: E, `[..., T, n]`, an estimate of what is below the noise, whose distances say what is alike.
+        dictionary: D, `[n, m]`, with `D Dᵀ = I` where a code that is kept is to keep the signal.
+        thresholds: t > 0, `[m]`, one an atom.
+        scale: β, `[]`.
+        self_bias: δ, `[]`, taken from each token's score with itself: where the features are noisy, their distances
+            to others are too great by twice the noise's variance, that to themselves is not.
+        sharpness: κ > 0, `[]`; towards ∞ the shrinkage is a hard threshold.
+
+    Returns:
+        A named tuple: the tokens and the variance of the noise that is left in each, in the dtype of the arguments
+        (under autocast: autocast's dtype). The kernels compute the layer again in the backward, for which only the
+        arguments are kept.
+
+    Raises:
+        InputError: an argument has the wrong rank, shape, dtype or device, or a second derivative is asked for.
+    """
+    common.check_tensor("signal", signal, 2, "[..., T, n]")
+    common.check_tensor("features", features, 2, "[..., T, n]")
+    common.check_shape("features", features, tuple(signal.shape), "as signal")
+    common.check_tensor("dictionary", dictionary, 2, "[n, m]")
+    common.check_shape(
+        "dictionary", dictionary, (signal.shape[-1], dictionary.shape[1]), "width of signal by any width"
+    )
+    common.check_tensor("thresholds", thresholds, 1, "[m]")
+    common.check_shape("thresholds", thresholds, dictionary.shape[1:], "one an atom")
+    numbers = {"scale": scale, "self_bias": self_bias, "sharpness": sharpness}
+    for name, number in numbers.items():
+        common.check_tensor(name, number, 0, "of one number")
+        common.check_shape(name, number, (), "a number")
+    common.check_together(signal=signal, features=features, dictionary=dictionary, thresholds=thresholds, **numbers)
+    common.refuse_transforms("denoising_layer", signal, features, dictionary, thresholds, *numbers.values())
+    dtype = common.compute_dtype(signal)
+    rows, alike = common.sequences(signal, dtype), common.sequences(features, dtype)
+    tensors = rows, alike, dictionary, thresholds, torch.stack(tuple(numbers.values()))
+    widths = rows.shape[2], dictionary.shape[1], rows.shape[2]
+    fits = fused_unsupported_reason(rows.shape[1], widths, dtype, rows.device) is None
+    if fits and common.choose_backend("denoising_layer", rows, multiplies=True) == "triton":
+        tokens, variance = common.caller(_direct, _operator, *tensors)(*tensors)
+    else:
+        with common.without_autocast(rows):
+            tokens, variance = _formula(rows, alike, dictionary.to(dtype), *tensors[3:])
+    return DenoisedTokens(tokens.view(signal.shape), variance.view(signal.shape[:-1]))
+
+
+def denoising_layer_reference(
+    signal: Tensor,
+    features: Tensor,
+    dictionary: Tensor,
+    thresholds: Tensor,
+    *,
+    scale: Tensor,
+    self_bias: Tensor,
+    sharpness: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Apply the formula of `denoising_layer`, in any dtype, differentiated by torch."""
+    return _formula(signal, features, dictionary, thresholds, torch.stack([scale, self_bias, sharpness]))
+
+
+def _formula(
+    signal: Tensor, features: Tensor, dictionary: Tensor, thresholds: Tensor, parameters: Tensor
+) -> tuple[Tensor, Tensor]:
+    wide = torch.promote_types(signal.dtype, torch.float32)
+    scale, self_bias, sharpness = parameters.to(wide).unbind()
+    products = (features @ features.mT).to(wide)
+    scores = products - 0.5 * torch.diagonal(products, dim1=-2, dim2=-1).unsqueeze(-2)
+    own = torch.eye(products.shape[-1], dtype=wide, device=products.device)
+    attention = torch.softmax(scale * scores - self_bias * own, -1)
+    left = attention.square().sum(-1, keepdim=True)  # ρ²
+    codes = (attention.to(signal.dtype) @ signal) @ dictionary
+    slopes = sharpness / thresholds.to(wide).square()
+    gate = torch.sigmoid(codes.to(wide).square() * slopes / left - sharpness)
+    tokens = (codes * gate.to(codes.dtype)) @ dictionary.mT
+    return tokens, (left.squeeze(-1) * gate.square().sum(-1)).to(signal.dtype)
+
+
+# On a GPU, in one kernel each way
+
+
+@common.outside_autocast
+def _forward(
+    signal: Tensor,  # W, [B, T, n], contiguous
+    features: Tensor,  # E, likewise
+    dictionary: Tensor,  # D, [n, m], maybe of a wider dtype
+    thresholds: Tensor,  # t, [m]
+    parameters: Tensor,  # β, δ, κ, [3]
+) -> tuple[Tensor, Tensor]:
+    """Return the tokens and their variance `[B, T]`."""
+    from cdt_fast.kernels import denoising_layer as kernels
+
+    dictionary = dictionary.to(signal.dtype).contiguous()
+    with common.or_plain_torch("denoising_layer", signal):
+        blocks = common.blocks_for(kernels.BLOCKS, signal)
+        matrices: tuple[Tensor, Tensor, Tensor] = for_card(signal, features, dictionary)
+        given = *matrices, thresholds.float(), parameters.float(), common.card_of(signal).processors, blocks
+        tokens, variance = kernels.forward(*given)
+        return tokens, variance.to(signal.dtype)
+    return _formula(signal, features, dictionary, thresholds, parameters)
+
+
+def _forward_fake(signal: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(signal), signal.new_empty(signal.shape[:2])
+
+
+@common.outside_autocast
+def _gradients(
+    signal: Tensor,
+    features: Tensor,
+    dictionary: Tensor,
+    thresholds: Tensor,
+    parameters: Tensor,
+    grad_tokens: Tensor | None,
+    grad_variance: Tensor | None,
+    needs: list[bool],
+) -> list[Tensor]:
+    """Return the gradients that are needed, in the order of the arguments."""
+    from cdt_fast.kernels import denoising_layer as kernels
+
+    blocks, processors = common.blocks_for(kernels.BACKWARD_BLOCKS, signal), common.card_of(signal).processors
+    matrices = for_card(signal, features, dictionary.to(signal.dtype).contiguous())
+    upstream = *for_card(grad_tokens), None if grad_variance is None else grad_variance.float()
+    given: Any = *matrices, thresholds.float(), parameters.float(), *upstream, needs[2], processors, blocks
+    *firsts, grad_thresholds, grad_parameters, grad_dictionary = kernels.backward(*given)
+    tensors = signal, features, dictionary, thresholds, parameters
+    found = *firsts, grad_dictionary, grad_thresholds, grad_parameters
+    found = [None if each is None else each.to(of.dtype) for each, of in zip(found, tensors, strict=True)]
+    return common.compress(found, needs)
+
+
+def _gradients_fake(*arguments: Any) -> list[Tensor]:
+    return [tensor.new_empty(tensor.shape) for tensor in common.compress(arguments[:5], arguments[-1])]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, grad_tokens: Tensor | None, grad_variance: Tensor | None) -> Iterator[Tensor | None]:
+    saved, needs = ctx.saved_tensors, list(ctx.needs_input_grad[:5])
+    call: Any = _gradients if common.is_plain_eager(grad_tokens, grad_variance, *saved) else _gradients_operator
+    grads = (None if grad is None else grad.contiguous() for grad in (grad_tokens, grad_variance))
+    return common.scatter(call(*saved, *grads, needs), needs)
+
+
+_direct, _operator = common.differentiable("denoising_layer", _forward, _forward_fake, _setup_context, _backward)
+_gradients_operator = common.define("denoising_layer_backward", _gradients, _gradients_fake)

@@ -1,0 +1,157 @@
+"""The kernels of the denoising layer against its formulas, differentiated by torch in float64."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cdt_fast import ops
+from cdt_fast.kernels import denoising_layer as kernels
+from cdt_fast.kernels._common import programs_of
+from cdt_fast.ops import common
+from tests.ops.battery import between_nan, generator, normal
+
+NAMES = ("Y", "v", "dW", "dE", "dD", "dt", "d(β, δ, κ)")
+F32 = 32 * 2.0**-23  # of energies, which are sums of n large terms
+# Sequences, tokens, width, atoms: alone, several in a tile, more atoms than a chunk and one that is not full, one tile.
+SIZES = ((9, 1, 256, 256), (29, 4, 64, 100), (31, 5, 256, 512), (5, 8, 72, 256), (3, 64, 64, 72))
+QUICK = ((1, 1, 64, 100), (5, 8, 72, 104))
+
+
+def written(
+    signal: Tensor, features: Tensor, dictionary: Tensor, thresholds: Tensor, parameters: Tensor
+) -> list[Tensor]:
+    """Y and v, by the formulas."""
+    scale, own, sharpness = parameters
+    energy = features @ features.mT - 0.5 * features.square().sum(-1).unsqueeze(-2)
+    attention = torch.softmax(scale * energy - own * torch.eye(signal.shape[1], dtype=signal.dtype), -1)
+    spread = attention.norm(dim=-1, keepdim=True)
+    codes = attention @ signal @ dictionary
+    gate = torch.sigmoid(sharpness * ((codes / (spread * thresholds)) ** 2 - 1))
+    return [(codes * gate) @ dictionary.mT, spread.squeeze(-1) ** 2 * gate.square().sum(-1)]
+
+
+def drawn(sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
+    """Signal, features, dictionary, thresholds and parameters, and gradients of Y and v; between NaN.
+
+    The tokens of a sequence are much alike, so that it shows if what is rounded does not cancel.
+    """
+    sequences, tokens, width, atoms = sizes
+    alike = 2 if dtype == torch.float32 else 16  # of which energies are a thousand, rounded more than the rest is
+    tensors = [
+        normal(1, sequences, tokens, width) + normal(2, sequences, 1, width),
+        3 * normal(3, sequences, tokens, width) / width**0.5 + alike * normal(4, sequences, 1, width),
+        normal(5, width, atoms) / width**0.5,
+        0.5 + 1.5 * normal(6, atoms).abs(),
+        torch.tensor([0.1, 0.7, 3.0]),
+        normal(7, sequences, tokens, width),
+        normal(8, sequences, tokens),
+    ]
+    dtypes = dtype, dtype, dtype, torch.float32, torch.float32, dtype, torch.float32
+    return [between_nan(tensor.to(device, each), 8) for tensor, each in zip(tensors, dtypes, strict=True)]
+
+
+def blocks_of(table: Any, tensor: Tensor) -> dict[str, Any]:
+    """The blocks of the card; in float32, of which no card holds these tiles, those of the interpreter's."""
+    if tensor.element_size() == 2:
+        return common.blocks_for(table, tensor)
+    if not common.interpreting():
+        pytest.skip("tiles of float32 leave no shared memory for the dictionary")
+    return {**table["consumer"], "PRECISION": "ieee"}
+
+
+def results(tensors: Sequence[Tensor], upstream: Sequence[Tensor], kept: Sequence[bool]) -> list[Tensor]:
+    """Y, v and the gradients of all tensors, in float64, through those of Y and v that are kept."""
+    leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+    outputs = written(*leaves)
+    gradients = torch.autograd.grad(common.compress(outputs, kept), leaves, common.compress(upstream, kept))
+    return [*(one.detach() for one in outputs), *gradients]
+
+
+def assert_is_its_formula(
+    sizes: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    given: str = "output and variance",
+    needs_dictionary: bool = True,
+    processors: int = 2,
+) -> None:
+    """An error is at most a rounding, and what the formulas change by when every number is off by one.
+
+    Scores and attention are float32 where they are not factors, so features are off by a rounding of float32.
+    """
+    tensors = drawn(sizes, dtype, device)
+    layer = tensors[:5]
+    kept = [name in given for name in ("output", "variance")]
+    upstream = [grad if keep else None for grad, keep in zip(tensors[5:], kept, strict=True)]
+    options: Any = {"processors": processors, "blocks": blocks_of(kernels.BLOCKS, layer[0])}
+    output, variance = kernels.forward(*layer, **options)
+    options.update(blocks=blocks_of(kernels.BACKWARD_BLOCKS, layer[0]), needs_dictionary=needs_dictionary)
+    dw, de, dt, dp, dd = kernels.backward(*layer, *upstream, **options)
+    assert {one.dtype for one in (output, dw, de)} == {dtype}
+    assert {one.dtype for one in (variance, dt, dp)} == {torch.float32}
+    assert (dd is not None) == needs_dictionary
+
+    exact = [tensor.cpu().double() for tensor in tensors]
+    epsilon, seeds = max(torch.finfo(dtype).eps, F32), generator(9)
+    of_inputs = [F32 if name == "features" else epsilon for name in inspect.signature(kernels.backward).parameters]
+    signs = [[torch.randint(0, 2, one.shape, generator=seeds) * 2 - 1 for one in exact] for _ in range(2)]
+    off = [[one * (1 + size * up) for one, size, up in zip(exact, of_inputs, ups, strict=False)] for ups in signs]
+    true, *moved = (results(each[:5], each[5:], kept) for each in (exact, *off))
+    for index, found in enumerate((output, variance, dw, de, dd, dt, dp)):
+        if found is not None:
+            assert found.shape == true[index].shape
+            error, size = (found.cpu().double() - true[index]).norm(), true[index].norm()
+            bound = epsilon * size + max((each[index] - true[index]).norm() for each in moved) + 1e-6
+            assert error <= bound, f"{NAMES[index]}: off by {error:.2g}, at most {bound:.2g}, of {size:.2g}"
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_is_its_formula_with_every_gradient(sizes: Sequence[int], device: torch.device, dtype: torch.dtype) -> None:
+    assert_is_its_formula(sizes, dtype, device)
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("sizes", QUICK, ids=str)
+def test_with_the_blocks_of_the_card(sizes: Sequence[int], device: torch.device, dtype: torch.dtype) -> None:
+    assert_is_its_formula(sizes, dtype, device, processors=1)
+
+
+@pytest.mark.parametrize("needs_dictionary", [True, False])
+@pytest.mark.parametrize("given", ["output", "variance", "output and variance"])
+def test_what_is_not_needed(given: str, needs_dictionary: bool, device: torch.device, dtype: torch.dtype) -> None:
+    assert_is_its_formula((29, 5, 64, 100), dtype, device, given, needs_dictionary)
+
+
+def test_shares_are_uneven() -> None:
+    """What the tests above rely on."""
+    for sequences, tokens, *_ in SIZES[1:3]:
+        assert sequences % programs_of(sequences, tokens, 2, kernels.BLOCKS["consumer"])
+
+
+@pytest.mark.parametrize("needs", [True, False])
+def test_the_op_runs_on_the_kernels_with_every_gradient(needs: bool, device: torch.device, dtype: torch.dtype) -> None:
+    """As close to its formula in float64 as that in plain torch, but for a few roundings."""
+    *tensors, numbers, grad_tokens, grad_variance = drawn((7, 4, 64, 96), dtype, device)
+    given = [*tensors, *numbers.unbind()]
+    names = ("scale", "self_bias", "sharpness")
+    found = []
+    ways: list[tuple[Any, torch.dtype]] = [("triton", dtype), ("torch", dtype), ("torch", torch.float64)]
+    for backend, wanted in ways:
+        leaves = [each.detach().to(wanted, copy=True).requires_grad_(needs) for each in given]
+        with ops.use_backend(backend):
+            outputs = ops.denoising_layer(*leaves[:4], **dict(zip(names, leaves[4:], strict=True)))
+        results = list(outputs)
+        if needs:
+            upstream = [grad.to(each) for grad, each in zip((grad_tokens, grad_variance), outputs, strict=True)]
+            results += torch.autograd.grad(results, leaves, upstream)
+        assert all(each.dtype == wanted for each in results)
+        found.append([each.detach().cpu().double() for each in results])
+    for mine, plain, exact in zip(*found, strict=True):
+        allowed = 2 * (plain - exact).norm() + 4 * torch.finfo(dtype).eps * exact.norm()
+        assert (mine - exact).norm() <= allowed
