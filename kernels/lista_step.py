@@ -37,8 +37,6 @@ def apply_nonlinearity(value, threshold, NONLINEARITY: tl.constexpr):
     elif NONLINEARITY == "soft_threshold":
         shrunk = tl.where(value > 0, value - threshold, value + threshold)
         value = tl.where(tl.abs(value) <= threshold, 0.0, shrunk)
-    elif NONLINEARITY == "hard_threshold":
-        value = tl.where(tl.abs(value) <= threshold, 0.0, value)
     return value
 
 

@@ -182,12 +182,13 @@ def test_options_win_over_a_file_and_a_file_over_the_defaults(
 
 def test_flags_can_be_set_and_unset(settings_of: Callable[..., VideoSettings], tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
-    file.write_text('[data]\nsource = "demo"\n[constraints]\nconstrained = false\n[model]\ntied = true\n')
+    whole = 'source = "demo"\nframes = "resized"\npatch_frames = 1'
+    file.write_text(f"[data]\n{whole}\n[constraints]\nconstrained = false\n[model]\ntied = true\n")
     assert settings_of("--config", file).constraints.constrained is False
     assert settings_of("--config", file, "--constrained").constraints.constrained is True
     assert settings_of("demo", "--no-constrained").constraints.constrained is False
     assert settings_of("--config", file, "--no-tied").model.tied is False
-    assert settings_of("demo", "--tied").model.tied is True
+    assert settings_of("demo", "--preset", "paper-dust", "--tied").model.tied is True
     assert settings_of("demo").model.tied is None
 
 
@@ -250,6 +251,6 @@ def test_a_vit_trains_and_is_measured(call: Call, clip: Path, tmp_path: Path, qu
     assert "run (constrained, chain, vit)" in answer.out
     small = call("denoise", tmp_path / "run", clip, tmp_path / "out.mp4")
     assert small.status == 0
-    assert "patch_frames must be 1 for a vit" in call("train", "video", clip, *vit, "--patch-frames", 2).line()
+    assert "patch_frames must be 1 for whole frames" in call("train", "video", clip, *vit, "--patch-frames", 2).line()
     line = call("train", "video", clip, *vit, "--code-size", 64).line()
     assert "[model] code_size has no effect unless model is dust or ut" in line

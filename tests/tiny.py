@@ -13,7 +13,7 @@ _CONSTRAINTS |= {"rate": 0.3, "reference": "auto", "margin": 0.0, "normalize": F
 _CONSTRAINTS |= {"dual_lr": 0.01, "betas": [0.0, 0.999], "slack_cost": 1.0, "warmup_epochs": 1}
 TINY: dict[str, dict[str, Any]] = {
     "data": {"frames": "resized", "size": 32, "patch": 8, "patch_frames": 1, "window": 5, "gamma": 0.15},
-    "model": {"nonlinearity": "soft_threshold", "code_size": 64, "layers": 2, "sparsity": 0.2, "scale": 1.0},
+    "model": {"code_size": 64, "layers": 2, "sparsity": 0.2, "scale": 1.0},
     "constraints": _CONSTRAINTS,
     "training": {
         "steps": 6,

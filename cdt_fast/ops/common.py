@@ -21,9 +21,9 @@ from cdt_fast.checks import InputError, check_choice, check_non_negative, check_
 Backend = Literal["torch", "triton"]
 Setting = Literal["auto", "triton", "torch"]
 Reduction = Literal["mean", "sum"]
-LayerNonlinearity = Literal["soft_threshold", "hard_threshold", "relu"]
+LayerNonlinearity = Literal["soft_threshold", "relu"]
 # "identity" also stands for S_0 and T_0: an output of zero then says nothing about its gradient.
-Nonlinearity = Literal["soft_threshold", "hard_threshold", "relu", "identity"]
+Nonlinearity = Literal["soft_threshold", "relu", "identity"]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 OLDEST_TRITON = (3, 4)
@@ -648,18 +648,16 @@ def clear_padding_(tokens: Tensor, padding: Tensor | None) -> Tensor:
 
 
 def effective_nonlinearity(nonlinearity: Nonlinearity, threshold: float) -> Nonlinearity:
-    """Return the nonlinearity that runs: "identity" for `S_0` and `T_0`."""
-    return "identity" if nonlinearity in ("soft_threshold", "hard_threshold") and threshold == 0.0 else nonlinearity
+    """Return the nonlinearity that runs: "identity" for `S_0`."""
+    return "identity" if nonlinearity == "soft_threshold" and threshold == 0.0 else nonlinearity
 
 
 def shrink_reference(x: Tensor, threshold: float | Tensor, nonlinearity: str) -> Tensor:
-    """Apply the formula of a layer's nonlinearity: `S_θ`, `T_θ(x) = x [|x| > θ]`, ReLU, or nothing at all."""
+    """Apply the formula of a layer's nonlinearity: `S_θ`, ReLU, or nothing at all."""
     if nonlinearity == "soft_threshold":
         shrunk = torch.sign(x) * torch.relu(torch.abs(x) - threshold)
         # torch differentiates sign and |x| at 0 to 0; S_0 is the identity, whose gradient there is 1.
         return torch.where((x == 0) & (threshold == 0), x, shrunk)
-    if nonlinearity == "hard_threshold":
-        return torch.where(torch.abs(x) <= threshold, 0.0, x) if threshold else x
     return torch.relu(x) if nonlinearity == "relu" else x
 
 
@@ -667,8 +665,6 @@ def shrink_(x: Tensor, threshold: float, nonlinearity: Nonlinearity) -> Tensor:
     """Apply an effective nonlinearity in place."""
     if nonlinearity == "relu":
         return x.relu_()
-    if nonlinearity == "hard_threshold":
-        return x.masked_fill_(x.abs() <= threshold, 0.0)
     return x if nonlinearity == "identity" else torch.ops.aten.softshrink.out(x, held(threshold, x.dtype), out=x)
 
 

@@ -30,7 +30,7 @@ def lista_step(
         dictionary: D, `[n, m]`.
         step: 1/c ≥ 0.
         threshold: θ ≥ 0; "relu" does not use it.
-        nonlinearity: "soft_threshold", or in its place "hard_threshold" for `v [|v| > θ]` or "relu" for `max(v, 0)`.
+        nonlinearity: "soft_threshold", or in its place "relu" for `max(v, 0)`.
 
     Returns:
         The next codes, `[..., m]`, in the dtype of the arguments (under autocast: autocast's dtype, to which the codes

@@ -31,9 +31,8 @@ def residual_linear(
         weight: W, `[n, m]`; any strides, so that a transposed weight costs no copy.
         residual: `[..., m]` with the leading dimensions of `x`, or `[m]`: a learned bias.
         alpha: α, the factor of the product.
-        nonlinearity: "relu" for `max(v, 0)`, "soft_threshold" for `S_θ`, "hard_threshold" for `v [|v| > θ]`,
-            "identity" for none.
-        threshold: θ ≥ 0 of the thresholds; the others do not use it.
+        nonlinearity: "relu" for `max(v, 0)`, "soft_threshold" for `S_θ`, "identity" for none.
+        threshold: θ ≥ 0; the others do not use it.
 
     Returns:
         `[..., m]` in the dtype of the arguments (under autocast: autocast's dtype; the gradients of `weight` and of a

@@ -95,7 +95,8 @@ class Trainer:
         self.losses = accelerator.prepare(self.workload.losses(self.execution.autocast))
         if graphs is None and self.execution.captured:
             graphs = CudaGraphs(device)
-        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        groups = getattr(self.model, "parameter_groups", None)
+        trained = groups() if groups else [each for each in self.model.parameters() if each.requires_grad]
         # Eager steps on a GPU update as captured ones do, so that both come to the same weights.
         on_device = graphs is not None or device.type == "cuda"
         self.optimizer = build_optimizer(trained, self.workload.lr, on_device=on_device)

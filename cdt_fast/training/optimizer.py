@@ -45,8 +45,10 @@ def build_constraints(
     return constraints
 
 
-def build_optimizer(parameters: Iterable[nn.Parameter], lr: float, *, on_device: bool) -> AdamW:
+def build_optimizer(parameters: Iterable[Any], lr: float, *, on_device: bool) -> AdamW:
     """Build Adam; InputError: the rate is beyond what an update in float32 can be made with.
+
+    Parameters may come in groups `{"params": …, "factor": …}`, with factors of the learning rate.
 
     `on_device` keeps the learning rate, as float32, and the count of steps on the parameters' device and updates in one
     fused kernel, so that the step can be captured in a CUDA graph.
@@ -56,14 +58,17 @@ def build_optimizer(parameters: Iterable[nn.Parameter], lr: float, *, on_device:
     trained = list(parameters)
     if not on_device:
         return AdamW(trained, lr=lr, weight_decay=0.0)
-    rate = torch.tensor(lr, dtype=torch.float32, device=trained[0].device)
-    return AdamW(trained, lr=rate, weight_decay=0.0, fused=True, capturable=True)
+    optimizer = AdamW(trained, lr=lr, weight_decay=0.0, fused=True, capturable=True)
+    for group in optimizer.param_groups:
+        group["lr"] = torch.tensor(lr, dtype=torch.float32, device=group["params"][0].device)
+    return optimizer
 
 
 def set_rate(optimizer: AdamW, lr: float) -> None:
     """Set the learning rate of the next step; one on a device is written into the tensor that a kernel reads."""
     for group in optimizer.param_groups:
-        group["lr"] = group["lr"].fill_(lr) if isinstance(group["lr"], Tensor) else lr
+        own = lr * group.get("factor", 1.0)
+        group["lr"] = group["lr"].fill_(own) if isinstance(group["lr"], Tensor) else own
 
 
 def load_optimizer_state(optimizer: AdamW, state: Mapping[str, Any]) -> None:

@@ -36,10 +36,10 @@ GONE = (
     "adaptive agreement attention_width barrier_width checkpoint_every clip code_noise coefficients cuda_graph "
     "depth_rotation depth_schedule dual dual_every exit_agreements exit_scale feedforward_width format "
     "frozen_embedding gain_growth gain_limit generated header heads initial_codes inner_fraction inner_kl jacobian "
-    "layer_dropout layers log_every lora_rank overlap perturbation perturbation_rate positions preset prompts "
-    "proportional_gain quoting rank_timeout ratio readout reference_losses residual scale sequence setup slack_lr "
-    "smoothing spectral_bound split step stride tail taps tensorboard tied tighten_steps unit vocabulary_size "
-    "warmup_steps weight_decay width"
+    "layer_dropout layers log_every lora_rank nonlinearity overlap perturbation perturbation_rate positions preset "
+    "prompts proportional_gain quoting rank_timeout ratio readout reference_losses residual scale sequence setup "
+    "slack_lr smoothing spectral_bound split step stride tail taps tensorboard tied tighten_steps unit "
+    "vocabulary_size warmup_steps weight_decay width"
 )
 
 

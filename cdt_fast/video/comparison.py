@@ -18,7 +18,7 @@ from cdt_fast.progress import progress_bar
 from cdt_fast.video.data.clips import find_clips, open_source
 from cdt_fast.video.data.crops import luma
 from cdt_fast.video.denoising import Denoising
-from cdt_fast.video.networks import Denoiser, device_of, is_adaptive
+from cdt_fast.video.networks import Denoiser, device_of
 from cdt_fast.video.noise import LEVELS
 from cdt_fast.video.quality import dct3d_shifted_denoise, psnr_of, ssim
 from cdt_fast.video.settings import VideoSettings
@@ -45,8 +45,8 @@ def compare_denoisers(
     The noise is the same for all. The result is the name of each, and its means over clips by level: `psnr` in dB on
     0..255, `ssim`, and the median of `seconds_a_frame`.
     """
-    if not is_adaptive(model):
-        raise InputError("--clips compares a noise-adaptive network, which is what train video trains by default")
+    if not settings.crops:
+        raise InputError("--clips compares a network for crops, which is what train video trains by default")
     clips = [_piece(clip.path, settings.data.window) for source in sources for clip in find_clips(source)]
 
     def ours(depth: int, told: bool, frames: Tensor, sigma: float) -> Tensor:

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from cdt_fast.checks import InputError, printable
 from cdt_fast.files import replaced_atomically, try_lock
-from cdt_fast.models import DUST
+from cdt_fast.models import DenoisingDUST, DenoisingViT
 from cdt_fast.progress import progress_bar
 from cdt_fast.video.data import open_source
 from cdt_fast.video.data.crops import from_opponent, to_opponent
-from cdt_fast.video.networks import Denoiser, device_of, is_adaptive, reconstructed
+from cdt_fast.video.networks import Denoiser, device_of, reconstructed
 from cdt_fast.video.noise import LEVELS, LITTLE_NOISE, estimated_noise
 from cdt_fast.video.settings import VideoSettings
 from cdt_fast.video.writing import check_target, remove_leftovers, write_video
@@ -72,14 +72,15 @@ class Denoising:
     @torch.no_grad()
     def plane(self, frames: Tensor, sigma: float | None) -> Tensor:
         """Denoise a plane `[1, T, h, w]` of a window, whose noise in gray levels is estimated where `sigma` is None."""
-        data, deviation = self.settings.data, None
-        if not isinstance(self.model, DUST):
-            if any(-(-length // data.patch) * data.patch != data.size for length in frames.shape[-2:]):
-                size = f"{frames.shape[-1]}x{frames.shape[-2]}"
-                raise InputError(f"a vit denoises frames as it was trained on, {data.size}x{data.size}, got {size}")
-        elif is_adaptive(self.model):
+        data, deviation = self.settings.data, frames.new_zeros(1)
+        if isinstance(self.model, DenoisingDUST):
             self.found.append(estimated_noise(frames) * LEVELS if sigma is None else sigma)
             deviation = frames.new_full((1,), self.found[-1] / LEVELS)
+        elif isinstance(self.model, DenoisingViT) and any(
+            -(-length // data.patch) * data.patch != data.size for length in frames.shape[-2:]
+        ):
+            size = f"{frames.shape[-1]}x{frames.shape[-2]}"
+            raise InputError(f"a vit denoises frames as it was trained on, {data.size}x{data.size}, got {size}")
         # Products of float16 move no level's PSNR by more than a hundredth of a dB.
         with torch.autocast("cuda", torch.float16, enabled=frames.is_cuda):
             return reconstructed(self.model, self.settings, frames, deviation, self.grids, self.depth, True)[-1]
@@ -117,13 +118,13 @@ def denoise_video(
         InputError: the source cannot be read, or the target exists or cannot be written as video.
     """
     depth = model.layers if depth is None else depth
-    most = settings.data.patch if isinstance(model, DUST) else 1
+    most = settings.data.patch if settings.crops else 1
     if not 0 <= depth <= model.layers:
         raise InputError(f"--depth must be from 0 to {model.layers}, got {depth}")
     if grids is not None and not 1 <= grids <= most:
         raise InputError(f"--grids must be from 1 to {most}, got {grids}")
-    if sigma is not None and not is_adaptive(model):
-        raise InputError(f"--sigma is {sigma}, and the model is not noise-adaptive: it takes the noise as it comes")
+    if sigma is not None and not settings.crops:
+        raise InputError(f"--sigma is {sigma}, and a network of whole frames takes the noise as it comes")
     if sigma is not None and not 0 < sigma < float("inf"):
         raise InputError(f"--sigma must be the noise's standard deviation in gray levels, above 0, got {sigma}")
     frames, target = open_source(source), Path(target)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cdt_fast.checks import InputError
 from cdt_fast.files import read_json
+from cdt_fast.models import DenoisingDUST
 from cdt_fast.progress import progress_bar
 from cdt_fast.training.results import Evaluation, per_sample_statistics
 from cdt_fast.training.run_folder import RunFolder
@@ -19,7 +20,6 @@ from cdt_fast.video.networks import (
     Denoiser,
     ReconstructionLosses,
     device_of,
-    known_deviation,
     reconstructed,
     training_input,
 )
@@ -190,14 +190,13 @@ def _losses_of_samples(model: Denoiser, data: VideoData, settings: VideoSettings
     losses: list[Tensor] = []
     for noisy, clean, deviation in noisy_batches(data.test, settings.noise, data.sigma, device_of(model)):
         given, target = (training_input(frames, settings) for frames in (noisy, clean))
-        known = known_deviation(model, deviation, len(given))
-        if settings.crops:
+        unit: Any = 1.0
+        if isinstance(model, DenoisingDUST):
             pixels = settings.data.patch_frames * settings.data.patch**2
-            depths = reconstructed(model, settings, noisy, deviation)
+            depths, unit = reconstructed(model, settings, noisy, deviation), deviation.square()
             squares = [pixels * (frames - clean).square().mean((1, 2, 3)) for frames in depths]
         else:
-            squares = [(tokens - target).square().sum(-1).mean(-1) for tokens in model.reconstructions(given, **known)]
-        unit = known["deviation"].square() if known else 1.0
+            squares = [(tokens - target).square().sum(-1).mean(-1) for tokens in model.reconstructions(given)]
         if settings.sequence == "space":
             unit = target.shape[-1]  # a vit's losses are means over the pixels of a patch
         losses.append(torch.stack(squares).to(torch.float64) / unit)

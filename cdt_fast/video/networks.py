@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -12,39 +11,23 @@ from torch import Tensor, nn
 
 from cdt_fast import ops
 from cdt_fast.checks import InputError
-from cdt_fast.models import DUST, DenoisingViT, VideoUT, load_pretrained
+from cdt_fast.models import DUST, DenoisingDUST, DenoisingViT, VideoUT, load_pretrained
 from cdt_fast.video.data import from_patches, to_patches
 from cdt_fast.video.noise import LEAST_DEVIATION
-from cdt_fast.video.quality import THRESHOLD_FACTOR, continued
+from cdt_fast.video.quality import continued
 from cdt_fast.video.settings import VideoSettings
 
-Denoiser = DUST | DenoisingViT
+Denoiser = DUST | DenoisingDUST | DenoisingViT
 Places = list[tuple[int, int]]  # rows and columns that grids of patches are moved by
 
-# A first layer with an orthonormal dictionary, a step of 1 and a hard threshold is the thresholded transform that the
-# baselines are, at their threshold. Later layers add a part of the noise again to what was denoised.
-_FIRST_SPARSITY, _INNER_SPARSITY, _INNER_STEP = THRESHOLD_FACTOR, 3.5, 0.3
-_SOFT_SPARSITY = 1.5
 _HEAD_WIDTH = 64  # of a ViT with random weights
-# What is in a processor's caches together: more at once is slower there, and less leaves much of a GPU without work.
-_PIXELS_AT_ONCE = 2**20
+# What a processor has in its caches together, where it keeps nothing for gradients; less leaves a GPU without work.
+_PIXELS_AT_ONCE = {"cpu": 2**17, "cuda": 2**24}
 
 
 def device_of(model: nn.Module) -> torch.device:
     """Return where the weights are."""
     return next(model.parameters()).device
-
-
-def is_adaptive(model: Denoiser) -> bool:
-    """Tell whether the model takes the noise's standard deviation."""
-    return isinstance(model, DUST) and model.noise_adaptive
-
-
-def known_deviation(model: Denoiser, deviation: Tensor | None, sequences: int) -> dict[str, Tensor]:
-    """Return what the methods of a model take of the noise: nothing, or its deviation for each sequence of a window."""
-    if deviation is None or not is_adaptive(model):
-        return {}
-    return {"deviation": deviation.clamp(min=LEAST_DEVIATION).repeat_interleave(sequences // len(deviation))}
 
 
 def build_network(settings: VideoSettings) -> Denoiser:
@@ -61,26 +44,13 @@ def build_network(settings: VideoSettings) -> Denoiser:
             side = math.isqrt(vit.patch_size)
             raise InputError(f"[data] patch must be {side}, that of the ViT in {model.pretrained}; got {data.patch}")
         return vit
-    common: dict[str, Any] = {
-        "patch_size": pixels,
-        "patch_frames": data.patch_frames,
-        "tight_frame": settings.crops or data.patch_frames > 1,
-        "noise_adaptive": settings.crops,
-        "code_size": model.code_size or pixels,
-        "layers": model.layers,
-        "tied": not settings.constrained if model.tied is None else model.tied,
-        "scale": model.scale,
-    }
+    if settings.crops:
+        return DenoisingDUST(data.patch, data.patch_frames, model.code_size, model.layers)
+    tied = not settings.constrained if model.tied is None else model.tied
+    sizes = pixels, model.code_size or pixels, model.layers
     if model.model == "ut":
-        return VideoUT(**common)
-    inner, hard = model.layers - 1, model.nonlinearity == "hard_threshold"
-    # A layer that starts from the mean over grids would see nothing of it with a whole step.
-    if hard or settings.crops:
-        largest = DUST(**{**common, "layers": 1}).step
-        common["step"] = [largest] + [_INNER_STEP * largest] * inner
-    default = [_FIRST_SPARSITY] + [_INNER_SPARSITY] * inner if hard else _SOFT_SPARSITY
-    sparsity = default if model.sparsity is None else model.sparsity
-    return DUST(**common, sparsity=sparsity, nonlinearity=model.nonlinearity)
+        return VideoUT(*sizes, tied=tied, scale=model.scale)
+    return DUST(*sizes, tied=tied, scale=model.scale, sparsity=model.sparsity)
 
 
 def load_network(folder: Path, device: str) -> Denoiser:
@@ -105,79 +75,78 @@ def reconstructed(
     model: Denoiser,
     settings: VideoSettings,
     noisy: Tensor,
-    deviation: Tensor | None,
+    deviation: Tensor,
     grids: int | None = None,
     depth: int | None = None,
     only_last: bool = False,
 ) -> list[Tensor]:
-    """Return the frames `[b, T, h, w]` of every depth up to `depth`, each the mean over shifted grids of patches.
+    """Return the frames `[b, T, h, w]` of every depth up to `depth`.
 
-    In a network for crops this mean is what the next layer starts from, and depth 0 is the input; else every grid goes
-    through the network alone. At the borders frames are continued by their mirror image.
+    In a network for crops each is the weighted mean over shifted grids of patches, which the next layer starts from,
+    and depth 0 is the input; the paper's networks have one grid. At the borders frames are continued by their mirror
+    image.
 
     Args:
-        deviation: standard deviation of the noise, `[b]`, for a noise-adaptive model.
+        deviation: standard deviation of the noise, `[b]`, which a network for crops is told.
         grids: how many of them along each side; None: as in the training.
         depth: number of layers, None for all.
         only_last: the result of the last of these depths is enough.
     """
-    stop = 1 + (model.layers if depth is None else depth)
-    places, shape, patch = settings.grid_places(grids), noisy.shape[-2:], settings.data.patch
-    # A sequence over places would see what grids of one size hold beyond the frame's border.
-    together = max(1, _PIXELS_AT_ONCE // noisy.numel()) if settings.sequence == "time" else 1
-    groups = [places[first : first + together] for first in range(0, len(places), together)]
-    top, left = _furthest(places)
+    stop, data, (height, width) = model.layers if depth is None else depth, settings.data, noisy.shape[-2:]
+    places = settings.grid_places(grids) if isinstance(model, DenoisingDUST) else [(0, 0)]
+    top, left = (max(along) for along in zip(*places, strict=True))
+    rows, columns = (-(-length // data.patch) * data.patch for length in (height + top, width + left))
 
-    def filled(some: Places) -> list[int]:  # the least size that holds the moved frames, and that patches fill
-        return [-(-(side + by) // patch) * patch for side, by in zip(shape, _furthest(some), strict=True)]
+    def whole(frames: Tensor) -> Tensor:  # a grid that is moved by (row, column) starts at (top - row, left - column)
+        return continued(frames, (left, columns - width, top, rows - height))
 
-    def whole(frames: Tensor) -> Tensor:
-        height, width = filled(places)
-        return continued(frames, (left, width - shape[1], top, height - shape[0]))
+    if not isinstance(model, DenoisingDUST):
+        given = whole(noisy)
+        tokens = tokens_of(given, settings)
+        outputs = [model(tokens, depth=depth)] if only_last else model.reconstructions(tokens)[: stop + 1]
+        shown = (from_patches(output, tuple(given.shape), data.patch, settings.sequence) for output in outputs)
+        return [frames[..., :height, :width] for frames in shown]
 
-    def cut(frames: Tensor, some: Places) -> Tensor:  # those of small frames as so many windows
-        parts = [_part(frames, top - row, left - column, *filled(some)) for row, column in some]
-        return tokens_of(torch.stack(parts, 1).flatten(0, 1), settings)
+    # Whole grids together, as many as fit; else bands of a grid.
+    most = _PIXELS_AT_ONCE["cpu" if noisy.device.type == "cpu" and not torch.is_grad_enabled() else "cuda"]
+    together = max(1, most // (noisy.numel() // (height * width) * rows * columns))
+    band = max(1, most // (noisy.numel() // (height * width) * data.patch * columns)) * data.patch
+    parts = [
+        (places[first : first + together], start, min(band, rows - start))
+        for first in range(0, len(places), together)
+        for start in range(0, rows, band)
+    ]
 
-    def shown(tokens: Tensor, some: Places) -> Tensor:
-        size = (-1, noisy.shape[1], *filled(some))
-        frames = from_patches(tokens, size, patch, settings.sequence, settings.data.patch_frames)
-        moved = frames.unflatten(0, (-1, len(some))).unbind(1)
-        return torch.stack([_part(part, *at, *shape) for part, at in zip(moved, some, strict=True)]).sum(0)
+    def cut(frames: Tensor, some: Places, start: int, length: int) -> Tensor:
+        moved = [
+            frames[:, :, top - row + start : top - row + start + length, left - column : left - column + columns]
+            for row, column in some
+        ]
+        return tokens_of(torch.cat(moved) if len(moved) > 1 else moved[0], settings)
 
-    def begun(some: Places) -> tuple[Any, ...]:
-        tokens = cut(first, some)
-        known = known_deviation(model, deviation, len(tokens))
-        return tokens, known, model.refinement(tokens, **known) if settings.crops and isinstance(model, DUST) else None
+    def add(total: Tensor, tokens: Tensor, some: Places, start: int, length: int) -> None:
+        patch_frames = tokens.shape[-1] // data.patch**2
+        frames = from_patches(tokens, (-1, total.shape[1], length, columns), data.patch, "time", patch_frames)
+        for (row, column), part in zip(some, frames.chunk(len(some)), strict=True):
+            down, right = top - row + start, left - column
+            total[:, :, down : down + length, right : right + columns] += part
 
-    def outputs(some: Places, level: int, given: Tensor) -> list[Tensor]:
-        tokens, known, refine = of_all or begun(some)
-        if refine:
-            return [refine(level, tokens if level == 1 else cut(given, some))]
-        return [model(tokens, depth=depth, **known)] if only_last else model.reconstructions(tokens, **known)[:stop]
-
-    def means(level: int, given: Tensor) -> list[Tensor]:
-        sums = ([shown(tokens, some) for tokens in outputs(some, level, given)] for some in groups)
-        totals = reduce(lambda before, more: [a + b for a, b in zip(before, more, strict=True)], sums)
-        return [total / len(places) for total in totals]
-
-    first, results = whole(noisy), [noisy]
-    of_all = begun(places) if len(groups) == 1 else None
-    if not settings.crops:
-        return means(stop - 1, first)
-    for level in range(1, stop):
-        results += means(level, first if level == 1 else whole(results[-1]))
-    return results
-
-
-def _part(frames: Tensor, top: int, left: int, height: int, width: int) -> Tensor:
-    """Cut a part out of frames; the gradient of a negative pad is one operation, and that of a slice several."""
-    sides = -left, left + width - frames.shape[-1], -top, top + height - frames.shape[-2]
-    return torch.nn.functional.pad(frames, sides)
-
-
-def _furthest(places: Places) -> list[int]:
-    return [max(along) for along in zip(*places, strict=True)]
+    unit = deviation.clamp(min=LEAST_DEVIATION).to(noisy)[:, None, None, None]
+    results, kept = [noisy / unit], list[Any]()
+    first = whole(results[0])
+    for level in range(1, stop + 1):
+        given = first if level == 1 else whole(results[-1])
+        total, weights = torch.zeros_like(given), torch.zeros_like(given[:, :: data.patch_frames])
+        for number, part in enumerate(parts):
+            if len(kept) == number:
+                kept.append(model.refinement(cut(first, *part)))
+            estimate, weight = kept[number](level, cut(given, *part))
+            add(total, estimate * weight.unsqueeze(-1), *part)
+            # Those of a patch, once for all of its frames.
+            add(weights, weight.unsqueeze(-1).expand(-1, -1, data.patch**2), *part)
+        mean = total.unflatten(1, (-1, data.patch_frames)) / weights.unsqueeze(2)
+        results.append(mean.flatten(1, 2)[..., top : top + height, left : left + width])
+    return [noisy, *(frames * unit for frames in results[1:])]
 
 
 class ReconstructionLosses(nn.Module):
@@ -198,15 +167,13 @@ class ReconstructionLosses(nn.Module):
         # Without autocast's cache: a copy of the weights that outlives a capture would be read at the next one.
         narrow = torch.autocast(noisy.device.type, self._autocast, cache_enabled=False) if self._autocast else None
         with narrow or nullcontext():
-            if self._settings is None or not self._settings.crops:
-                known = known_deviation(self.model, deviation, len(noisy))
-                return self.model.layer_losses(noisy, clean, weights, **known)
+            if not isinstance(self.model, DenoisingDUST):
+                return self.model.layer_losses(noisy, clean, weights)
+            assert self._settings is not None
             data = self._settings.data
             depths = reconstructed(self.model, self._settings, noisy, deviation)
             # A row of pixels is a token to the loss: scaled, its mean over rows is the sum over a patch's pixels.
-            scale = torch.full_like(deviation, (data.patch_frames * data.patch**2 / clean.shape[-1]) ** 0.5)
-            if is_adaptive(self.model):
-                scale = scale / deviation.clamp(min=LEAST_DEVIATION)
-            scale = scale.to(clean)[:, None, None, None]
+            pixels = data.patch_frames * data.patch**2 / clean.shape[-1]
+            scale = (pixels**0.5 / deviation.clamp(min=LEAST_DEVIATION)).to(clean)[:, None, None, None]
             scaled = [depth * scale for depth in depths]
             return ops.layerwise_reconstruction_loss(scaled, clean * scale, depth_weights=weights)

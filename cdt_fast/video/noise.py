@@ -37,7 +37,7 @@ def add_noise_by_window(
             deviation = clean.new_full((), least * sigma)
         else:
             share = torch.rand((), generator=generator, device=clean.device, dtype=clean.dtype)
-            deviation = sigma * (least + (greatest - least) * share)
+            deviation = sigma * _level(least, greatest, share)
         drawn = torch.randn(window.shape, generator=generator, device=clean.device, dtype=clean.dtype)
         noisy.append(window + deviation * drawn)
         deviations.append(deviation)
@@ -71,13 +71,18 @@ def noisy_batches(
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yield all frames of `unit_noise_batches` with their noise and without, and its standard deviation `[b]`.
 
-    Of a range of levels those of the windows are spread evenly over it.
+    Of a range of levels those of the windows are spread over it as in training.
     """
     least, greatest = noise if isinstance(noise, tuple) else (noise, noise)
     for indices, frames, drawn in unit_noise_batches(windows, device, dtype, batch):
-        levels = least + (greatest - least) * ((0.5 + indices.double() * _GOLDEN) % 1)
+        levels = _level(least, greatest, (0.5 + indices.double() * _GOLDEN) % 1)
         deviation = (levels * sigma).to(device, dtype)
         yield with_noise(frames, deviation, drawn), frames, deviation
+
+
+def _level(least: float, greatest: float, share: Tensor) -> Tensor:
+    """Return levels of a range, evenly on a logarithmic scale, so that little noise counts as well; from 0 evenly."""
+    return least * (greatest / least) ** share if least else greatest * share
 
 
 def with_noise(frames: Tensor, deviation: Tensor, drawn: Tensor) -> Tensor:

@@ -24,10 +24,10 @@ class VideoDataSettings(Section):
         "train on crops at full resolution, gray and colors, with noise in gray levels and the mean over shifted grids "
         "of patches; or as in the paper on whole frames made square, with noise in standard deviations of them",
     )
-    window: Positive = setting(8, "T, frames per window")
+    window: Positive = setting(16, "T, frames per window")
     size: Positive = setting(64, "side in pixels of the frames that a network trains on, a multiple of patch")
     patch: Positive = setting(8, "side in pixels of a square patch")
-    patch_frames: Positive = setting(8, "frames of a patch; window is a multiple of it (vit: 1)")
+    patch_frames: Positive = setting(4, "crops: frames of a patch, of which window is a multiple")
     gamma: shared.NoiseLevels = setting([1.0, 50.0], "training noise: one level, or LOW,HIGH of a range")
 
 
@@ -37,14 +37,11 @@ class VideoModelSettings(Section):
     model: Literal["dust", "ut", "vit"] = setting("dust", "network")
     layers: Positive = setting(3, "L")
     code_size: Positive | None = setting(None, "dust, ut: m, atoms of a dictionary (default: pixels of a patch)")
-    tied: bool | None = setting(None, "dust, ut: one dictionary for all layers (default: only when unconstrained)")
-    nonlinearity: Literal["soft_threshold", "hard_threshold"] = setting("hard_threshold", "dust: of the codes")
-    sparsity: NonNegative | list[NonNegative] | None = setting(
-        None,
-        "dust: lambda_1, one number or one a layer; the threshold is lambda_1 / c (default: 2.7, from layer 2 on 3.5; "
-        "soft: 1.5)",
+    tied: bool | None = setting(
+        None, "dust, ut on whole frames: one dictionary for all layers (default: only when unconstrained)"
     )
-    scale: float = setting(0.02, "dust, ut: beta, factor of the attention scores")
+    sparsity: NonNegative = setting(0.2, "dust on whole frames: lambda_1; the threshold is lambda_1 / c")
+    scale: float = setting(0.02, "dust, ut on whole frames: beta, factor of the attention scores")
     pretrained: str | None = setting(None, "vit: folder of a transformers ViT to start from (default: random weights)")
     width: Annotated[int, Field(ge=2)] = setting(192, "vit: d; heads are 64 wide")
 
@@ -52,9 +49,9 @@ class VideoModelSettings(Section):
 class VideoTrainingSettings(shared.TrainingSettings):
     """[training] of video."""
 
-    steps: Positive = setting(200, "optimizer steps")
+    steps: Positive = setting(1000, "optimizer steps")
     batch: Positive = setting(1, "windows per micro-batch")
-    lr: NonNegative = setting(5e-5, "learning rate of Adam")
+    lr: NonNegative = setting(0.01, "learning rate of Adam (crops: of dictionaries a tenth)")
 
 
 # The preset, but for the objective, which is another one without constraints. The constraints are on from the start: an
@@ -91,9 +88,9 @@ class VideoSettings(shared.RunSettings):
         return [
             *super().needs(),
             (pretrained is None, "pretrained is none", "layers width"),
-            (self.tokens != 1, "a sequence has several tokens", "scale"),
-            (model == "dust", "model is dust", "nonlinearity sparsity"),
+            (model == "dust", "model is dust", "sparsity"),
             (model != "vit", "model is dust or ut", "code_size tied scale"),
+            (not self.crops, "frames is resized", "tied scale sparsity"),
             (model == "vit", "model is vit", "pretrained width"),
         ]
 
@@ -104,9 +101,8 @@ class VideoSettings(shared.RunSettings):
         if self.crops and model != "dust":
             instead = f"the paper's whole frames are --preset paper-{model}"
             raise InputError(f"[model] model must be dust for [data] frames crops, got {model}; {instead}")
-        if model == "vit" and data.patch_frames != 1:
-            given = data.patch_frames
-            raise InputError(f"[data] patch_frames must be 1 for a vit, which sees a frame at a time, got {given}")
+        if not self.crops and data.patch_frames != 1:
+            raise InputError(f"[data] patch_frames must be 1 for whole frames, got {data.patch_frames}")
         for length, of in (("window", "patch_frames"), ("size", "patch")):
             given, unit = getattr(data, length), getattr(data, of)
             if given % unit:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from cdt_fast.checks import InputError
 from cdt_fast.files import read_json
-from cdt_fast.models import DUST
+from cdt_fast.models import DenoisingViT
 from cdt_fast.ops.common import explain
 from cdt_fast.ops.unrolled_layer import fused_unsupported_reason
 from cdt_fast.training.checkpoint import saved_step
@@ -100,7 +100,7 @@ class VideoWorkload:
         self._denoiser.save_pretrained(folder, overwrite=True)
 
     def kernels(self, device: torch.device, dtype: torch.dtype) -> str:
-        if not isinstance(self._denoiser, DUST):
+        if isinstance(self._denoiser, DenoisingViT):
             return "attention and layers of transformers, in torch"
         backend = explain()
         if device.type != "cuda" or not backend.startswith("triton"):

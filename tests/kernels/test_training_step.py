@@ -125,7 +125,7 @@ class Steps:
 # Whole frames on one grid of patches; of the settings all but these are the defaults.
 SETTINGS: dict[str, dict[str, Any]] = {
     "data": {"frames": "resized", "patch_frames": 1, "gamma": 0.15, "size": 32, "patch": 8, "window": 5},
-    "model": {"nonlinearity": "soft_threshold", "sparsity": 0.2, "scale": 1.0, "code_size": 96, "layers": 2},
+    "model": {"sparsity": 0.2, "scale": 1.0, "code_size": 96, "layers": 2},
     "constraints": {"objective": "last", "rate": 0.9, "margin": 0.1, "reference": "auto", "warmup_epochs": 2},
     "evaluation": {"gammas": [0.15]},
     "training": {"device": "cuda", "steps": 30, "batch": 3, "lr": 1e-3, "validate_every": 10},

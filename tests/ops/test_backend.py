@@ -235,7 +235,7 @@ def test_on_hopper_narrow_layers_are_composed_and_unaligned_tensors_copied(
     for hopper in (False, True):
         monkeypatch.setattr(common, "is_hopper", lambda _, hopper=hopper: hopper)
         assert (module.fused_unsupported_reason(*given) is None) == (fits or not hopper)
-        first, none, second = module._for_card(signal, None, aligned)
+        first, none, second = module.for_card(signal, None, aligned)
         assert (first is signal) == (not hopper)
         assert torch.equal(first, signal)
         assert none is None

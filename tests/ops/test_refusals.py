@@ -64,7 +64,7 @@ BAD: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"threshold": ZEROS(5)}, r"threshold must be a number, got a tensor: \(5,\) float32"),
         (
             {"nonlinearity": "tanh"},
-            r"nonlinearity must be one of 'soft_threshold', 'hard_threshold', 'relu', got 'tanh'",
+            r"nonlinearity must be one of 'soft_threshold', 'relu', got 'tanh'",
         ),
     ],
     "residual_linear": [
@@ -73,7 +73,7 @@ BAD: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"weight": ZEROS(5, 4)}, r"weight must have shape \(4, 4\).*got \(5, 4\)"),
         ({"residual": ZEROS(2, 5)}, r"residual must have shape \(5,\) or \(3, 5\), got \(2, 5\)"),
         ({"residual": ZEROS(1)}, r"residual must have shape \(5,\) or \(3, 5\), got \(1,\)"),
-        ({"nonlinearity": "tanh"}, r"nonlinearity must be .*'hard_threshold', 'relu', 'identity', got 'tanh'"),
+        ({"nonlinearity": "tanh"}, r"nonlinearity must be .*'soft_threshold', 'relu', 'identity', got 'tanh'"),
     ],
     "symmetric_attention": [
         ({"z": ZEROS(4)}, r"z must be .*\[\.\.\., T, d\], got \(4,\) float32"),
@@ -101,7 +101,7 @@ BAD: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"step": torch.tensor(0.1, requires_grad=True)}, r"step must be a number, got a tensor"),
         (
             {"nonlinearity": "gelu"},
-            r"nonlinearity must be one of 'soft_threshold', 'hard_threshold', 'relu', got 'gelu'",
+            r"nonlinearity must be one of 'soft_threshold', 'relu', got 'gelu'",
         ),
     ],
     "layerwise_reconstruction_loss": [

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from cdt_fast.checks import InputError
-from cdt_fast.models import DUST
+from cdt_fast.models import DUST, DenoisingDUST
 from cdt_fast.video.data import open_source
 from cdt_fast.video.denoising import denoise_video
 from tests.tiny import scrolling_clip
@@ -306,21 +306,21 @@ def test_a_clip_may_change_its_pixel_format(tmp_path: Path, first: str, second: 
 
 def test_a_level_that_is_none_or_beyond_the_training_is_said(tmp_path: Path) -> None:
     np.save(tmp_path / "in.npy", np.full((8, 16, 16), 90, dtype=np.uint8))
-    adaptive = DUST(256, 256, 1, patch_frames=4, noise_adaptive=True)
 
-    def told(model: DUST = adaptive, frames: str = "resized", **options: Any) -> list[str]:
+    def told(**options: Any) -> list[str]:
         source, target = tmp_path / "in.npy", tmp_path / "out.mp4"
-        return denoise_video(model, settings_of(frames=frames), source, target, overwrite=True, **options)["notes"]
+        settings = settings_of(frames="crops", patch_frames=4)
+        return denoise_video(DenoisingDUST(layers=1), settings, source, target, overwrite=True, **options)["notes"]
 
     assert told() == ["hardly any noise was found (sigma 0) and removed; give --sigma to remove more"]
-    assert told(frames="crops", depth=0) == ["no layer was run and nothing removed: depth 0 is the input"]
+    assert told(depth=0) == ["no layer was run and nothing removed: depth 0 is the input"]
     beyond = "the noise, sigma 80, is beyond what the model was trained on, 1 to 50"
-    assert told(frames="crops", sigma=80) == [beyond]
+    assert told(sigma=80) == [beyond]
     for sigma in (0.0, -1.0, float("inf"), float("nan")):
         with pytest.raises(InputError, match="--sigma must be the noise's standard deviation"):
             told(sigma=sigma)
-    with pytest.raises(InputError, match="not noise-adaptive"):
-        told(DUST(256, 16, 1), sigma=5)
+    with pytest.raises(InputError, match="takes the noise as it comes"):
+        denoise_video(DUST(64, 16, 1), settings_of(), tmp_path / "in.npy", tmp_path / "out.mp4", sigma=5)
     for grids in (0, 9):
         with pytest.raises(InputError, match="--grids must be from 1 to 8"):
             told(grids=grids)

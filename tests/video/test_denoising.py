@@ -91,13 +91,13 @@ def test_frames_are_those_of_the_model_in_every_plane_and_window(trained: Any) -
 
 @pytest.mark.parametrize("pixels", ["bgr0", "yuv420p"])
 def test_the_noise_of_color_is_found_and_removed_at_half_its_resolution_too(tmp_path: Path, pixels: str) -> None:
-    settings = VideoSettings.chosen({"model": {"layers": 1, "code_size": 512}})
+    settings = VideoSettings.chosen({"model": {"layers": 3}})
     model = build_network(settings)
     for clean, channels in ((colored(8, 64, 96), 3), (np.repeat(scrolling_clip(8, 64, 96)[..., None], 3, -1), 1)):
         clean = clean // 2 + 60
         noise = 15 * np.random.default_rng(0).standard_normal((*clean.shape[:3], channels))
         noisy = np.clip(clean + noise, 0, 255).astype(np.uint8)
-        denoising = Denoising(model, settings, 1)
+        denoising = Denoising(model, settings, 3)
         source = open_source(encode(tmp_path / "in.mkv", noisy, "ffv1", pixels))
         found = np.stack(list(denoising.frames(source.frames())))
         assert denoising.found == [pytest.approx(15, rel=0.2)] * channels

@@ -119,7 +119,7 @@ class _Perfect(DUST):
 
     answer: Tensor
 
-    def reconstructions(self, noisy: Tensor, *, deviation: Tensor | float | None = None) -> list[Tensor]:
+    def reconstructions(self, noisy: Tensor) -> list[Tensor]:
         return [self.answer] * (self.layers + 1)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cdt_fast.checks import InputError
-from cdt_fast.models import DUST
+from cdt_fast.models import DUST, DenoisingDUST
 from cdt_fast.video.comparison import as_table, compare_denoisers, peers
 from cdt_fast.video.quality import SHIFTS, dct3d_denoise, dct3d_shifted_denoise, mean_psnr, psnr_of, ssim
 from cdt_fast.video.settings import VideoSettings
@@ -60,8 +60,8 @@ def test_the_shifted_transform_is_the_mean_over_moved_grids_and_beats_one() -> N
 def test_a_run_is_compared_with_other_denoisers_on_clips_of_anyone(tmp_path: Path) -> None:
     np.save(tmp_path / "clip.npy", scrolling_clip(20, 40, 50))
     np.save(tmp_path / "short.npy", scrolling_clip(3, 40, 50))
-    settings = VideoSettings.chosen({"data": {"patch_frames": 4}})
-    model = DUST(256, 256, 2, sparsity=1.5, scale=0.02, patch_frames=4, noise_adaptive=True)
+    settings = VideoSettings.chosen({"data": {"window": 8}})
+    model = DenoisingDUST(layers=2)
     found = compare_denoisers(model, settings, [str(tmp_path / "clip.npy")], [20.0, 50.0])
     by_name = {each["name"]: each for each in found}
     noisy = by_name["noisy frames"]
@@ -77,8 +77,9 @@ def test_a_run_is_compared_with_other_denoisers_on_clips_of_anyone(tmp_path: Pat
     assert len({len(row) for row in rows}) == 1
     with pytest.raises(InputError, match=r"short\.npy: has 3 frames"):
         compare_denoisers(model, VideoSettings(), [str(tmp_path / "short.npy")], [20.0])
-    with pytest.raises(InputError, match="noise-adaptive"):
-        compare_denoisers(DUST(64, 64, 1), VideoSettings(), [], [20.0])
+    whole = VideoSettings.chosen({"data": {"frames": "resized"}})
+    with pytest.raises(InputError, match="--clips compares a network for crops"):
+        compare_denoisers(DUST(64, 64, 1), whole, [], [20.0])
 
 
 def test_a_filter_that_is_not_there_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,116 @@
+"""DUST with energy attention over time, for video with white noise of a known deviation (docs/ops.md §4)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cdt_fast import ops
+from cdt_fast.checks import InputError, check_integer
+from cdt_fast.models.dictionary import tight_cosines
+from cdt_fast.models.pretrained import PretrainedModel, check_depth
+from cdt_fast.ops import common
+
+# What training starts from. The first layer's features are the noisy tokens themselves, whose distances say little: it
+# is a transform with thresholds, at the customary 2.7 deviations. The later ones add a part of the noise again to an
+# almost clean estimate; 3.5 deviations of that part are what a transform gains most by there.
+_SCALE, _FIRST_SELF_BIAS, _FIRST_THRESHOLD, _THRESHOLD = 64.0, 32.0, 2.7, 3.5
+_STEP, _SHARPNESS, _EXPONENT = 0.3, 30.0, 0.5
+# Variance of a token of which nothing is kept: its mean is not exact either.
+_LEAST_VARIANCE = 0.1
+_DICTIONARY_RATE = 0.03
+
+
+class DenoisingDUST(PretrainedModel):
+    """A denoiser whose layers average what is alike over time, and shrink the codes of the mean by the noise in it.
+
+        W = E + s (X − E),   A = softmax_rows(β (E Eᵀ − ½ 1 ‖e_j‖²) − δ I),   H = gate((A W) D),   E⁺ = H Dᵀ
+
+    in units of the noise's deviation and less each sequence's mean: one model serves every level. With `E = H Dᵀ`
+    and `D Dᵀ = I` the first line is DUST's `A H + s (X − A Z) D`, but for the residual, which is averaged too. The
+    estimate E may be changed between layers: overlapping patches are made to agree.
+
+    Args:
+        patch: side in pixels of the square patches.
+        patch_frames: frames of a token, of n = patch_frames · patch² numbers, one square after the other.
+        code_size: m ≥ n, atoms of a dictionary; None: n.
+        layers: L ≥ 1.
+
+    Attributes:
+        dictionary: parameter `[L, n, m]`, a tight frame of cosines before training.
+        log_thresholds: parameter `[L, m]`, in units of the noise that is left in a token of W.
+        step_logits: parameter `[L − 1]`; s = sigmoid of it is the part of the input in W, from layer 2 on.
+        log_scales, self_biases, log_sharpnesses: parameters `[L]`: β n, δ and κ, as in `ops.denoising_layer`.
+        exponents: parameter `[L]`, with which the variance left in a token makes its weight in a mean over patches.
+
+    Raises:
+        InputError: an argument out of its range.
+    """
+
+    def __init__(self, patch: int = 8, patch_frames: int = 4, code_size: int | None = None, layers: int = 3) -> None:
+        super().__init__()
+        for name, value in {"patch": patch, "patch_frames": patch_frames, "layers": layers}.items():
+            check_integer(name, value, 1)
+        self.patch_size = patch_frames * patch * patch
+        code_size = self.patch_size if code_size is None else check_integer("code_size", code_size, 1)
+        self.config = {"patch": patch, "patch_frames": patch_frames, "code_size": code_size, "layers": layers}
+        if code_size < self.patch_size:
+            raise InputError(f"code_size must be at least the {self.patch_size} pixels of a patch, got {code_size}")
+        self.code_size, self.layers = code_size, layers
+        initial = tight_cosines(self.patch_size, code_size, patch_frames).to(torch.get_default_dtype())
+        # Of a tight frame of unit operator norm the atoms are shorter than 1, and so is the noise in their codes.
+        deviation = initial.square().sum(0).mean().sqrt()
+        thresholds = deviation * initial.new_tensor([_FIRST_THRESHOLD] + [_THRESHOLD] * (layers - 1))
+        biases = initial.new_tensor([_FIRST_SELF_BIAS] + [0.0] * (layers - 1))
+        self.dictionary = nn.Parameter(initial.repeat(layers, 1, 1))
+        self.log_thresholds = nn.Parameter(thresholds.log().unsqueeze(1).repeat(1, code_size))
+        self.step_logits = nn.Parameter(initial.new_full((layers - 1,), _STEP).logit())
+        self.log_scales = nn.Parameter(initial.new_full((layers,), _SCALE).log())
+        self.self_biases = nn.Parameter(biases)
+        self.log_sharpnesses = nn.Parameter(initial.new_full((layers,), _SHARPNESS).log())
+        self.exponents = nn.Parameter(initial.new_full((layers,), _EXPONENT))
+
+    def refinement(self, noisy: Tensor) -> Callable[[int, Tensor], tuple[Tensor, Tensor]]:
+        """Return a function that runs one layer from an estimate.
+
+        It takes the layer l, from 1 to L, and the estimate E `[B, T, n]` (`noisy` itself before the first layer), and
+        returns the next estimate `[B, T, n]` and the weight of each token in a mean over overlapping patches `[B, T]`.
+
+        Args:
+            noisy: X, `[B, T, n]`, in units of the noise's deviation, as all estimates.
+        """
+        common.check_tensor("noisy", noisy, 3, "[B, T, n]")
+        common.check_shape("noisy", noisy, (*noisy.shape[:2], self.patch_size), "tokens by the model's patch_size")
+        mean, dtype = noisy.mean((1, 2), keepdim=True), common.compute_dtype(noisy)
+        signal = (noisy - mean).to(dtype)
+
+        def refine(level: int, estimate: Tensor) -> tuple[Tensor, Tensor]:
+            check_depth("level", level, 1, self.layers)
+            common.check_shape("estimate", estimate, tuple(noisy.shape), "as noisy")
+            layer, features, mixed = level - 1, signal, signal
+            thresholds = self.log_thresholds[layer].exp()
+            if level > 1:
+                features, step = (estimate - mean).to(dtype), self.step_logits[layer - 1].sigmoid()
+                mixed, thresholds = torch.lerp(features, signal, step.to(dtype)), step * thresholds
+            found = ops.denoising_layer(
+                mixed,
+                features,
+                self.dictionary[layer],
+                thresholds,
+                scale=self.log_scales[layer].exp() / self.patch_size,
+                self_bias=self.self_biases[layer],
+                sharpness=self.log_sharpnesses[layer].exp(),
+            )
+            weight = (found.variance.to(mean) + _LEAST_VARIANCE) ** -self.exponents[layer]
+            return mean + found.tokens, weight
+
+        return refine
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """Return the parameters as an optimizer takes them, with factors of their learning rates: those of a dictionary
+        move less."""
+        others = [parameter for name, parameter in self.named_parameters() if name != "dictionary"]
+        return [{"params": others, "factor": 1.0}, {"params": [self.dictionary], "factor": _DICTIONARY_RATE}]

@@ -1,0 +1,121 @@
+"""DenoisingDUST against its docstring written out, in units of the noise."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cdt_fast.checks import InputError
+from cdt_fast.models import DenoisingDUST
+
+LAYERS = 3
+
+
+def trained() -> DenoisingDUST:
+    """Return a float64 model whose parameters have left their initial values."""
+    model = DenoisingDUST(patch=3, patch_frames=2, code_size=24, layers=LAYERS).double()
+    source = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=source, dtype=torch.float64)
+        model.log_scales.sub_(3)  # so that tokens attend to each other
+        model.self_biases.div_(16)
+    return model
+
+
+def tokens(seed: int = 1) -> tuple[Tensor, Tensor]:
+    """Return noisy tokens and an estimate of what is below."""
+    source = torch.Generator().manual_seed(seed)
+    strength = torch.tensor([1.0, 4.0, 9.0], dtype=torch.float64)[:, None, None]
+    clean = strength * torch.randn(3, 1, 18, generator=source, dtype=torch.float64) + 10
+    draw = [torch.randn(3, 4, 18, generator=source, dtype=torch.float64) for _ in range(2)]
+    return clean + draw[0], clean + 0.1 * draw[1]
+
+
+def written_out(model: DenoisingDUST, level: int, noisy: Tensor, estimate: Tensor) -> tuple[Tensor, Tensor]:
+    """One layer of one sequence `[T, n]`, by the docstrings."""
+    layer, mean = level - 1, noisy.mean()
+    x, e, dictionary = noisy - mean, estimate - mean, model.dictionary[layer]
+    step = 1.0 if level == 1 else torch.sigmoid(model.step_logits[layer - 1])
+    mixed = e + step * (x - e)
+    beta = model.log_scales[layer].exp() / 18
+    scores = -0.5 * beta * torch.cdist(e, e).square() - model.self_biases[layer] * torch.eye(len(e), dtype=e.dtype)
+    attention = scores.exp() / scores.exp().sum(1, keepdim=True)
+    codes, left = attention @ mixed @ dictionary, attention.norm(dim=1, keepdim=True)
+    threshold = step * model.log_thresholds[layer].exp()
+    gate = torch.sigmoid(model.log_sharpnesses[layer].exp() * ((codes / (left * threshold)).square() - 1))
+    variance = (left * gate).square().sum(1)
+    return mean + (codes * gate) @ dictionary.T, (variance + 0.1) ** -model.exponents[layer]
+
+
+@pytest.mark.parametrize("level", range(1, LAYERS + 1))
+def test_a_layer_is_that_of_the_docstrings_with_every_gradient(level: int) -> None:
+    model, (noisy, estimate) = trained(), tokens()
+    estimate = noisy if level == 1 else estimate
+    found = model.refinement(noisy)(level, estimate)
+    pairs = [written_out(model, level, *each) for each in zip(noisy, estimate, strict=True)]
+    expected = [torch.stack(each) for each in zip(*pairs, strict=True)]
+    torch.testing.assert_close(list(found), expected, rtol=1e-9, atol=1e-11)
+    assert (found[0] - noisy).std() > 0.01
+    parameters = list(model.parameters())
+    gradients = [
+        torch.autograd.grad((frames.square().sum() + 0.01 * weight.sum()), parameters, allow_unused=True)
+        for frames, weight in (found, expected)
+    ]
+    for one, other in zip(*gradients, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            torch.testing.assert_close(one, other, rtol=1e-7, atol=1e-9)
+
+
+def test_brightness_changes_nothing_else() -> None:
+    model, (noisy, estimate) = trained(), tokens()
+    for level in (1, 2):
+        found, weight = model.refinement(noisy)(level, estimate)
+        brighter, same = model.refinement(noisy + 3)(level, estimate + 3)
+        torch.testing.assert_close([brighter, same], [found + 3, weight], rtol=1e-9, atol=1e-10)
+
+
+def test_the_optimizer_gets_every_parameter_once() -> None:
+    model = trained()
+    given = [id(each) for group in model.parameter_groups() for each in group["params"]]
+    assert sorted(given) == sorted(map(id, model.parameters()))
+
+
+def test_it_is_saved_and_loaded(tmp_path: Path) -> None:
+    model, (noisy, _) = trained(), tokens()
+    model.save_pretrained(tmp_path)
+    again = DenoisingDUST.from_pretrained(tmp_path)
+    assert again.config == {"patch": 3, "patch_frames": 2, "code_size": 24, "layers": LAYERS}
+    found = (each.refinement(noisy)(1, noisy)[0] for each in (model, again))
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"layers": 0}, "layers must be an integer >= 1, got 0"),
+        ({"patch": 2.5}, "patch must be an integer >= 1, got 2.5"),
+        ({"code_size": 17}, "code_size must be at least the 18 pixels of a patch, got 17"),
+        ({"code_size": 19}, "code_size must be .* a product of three numbers"),
+    ],
+)
+def test_sizes_out_of_their_range(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        DenoisingDUST(**{"patch": 3, "patch_frames": 2, **options})
+
+
+def test_inputs_that_do_not_fit() -> None:
+    model, (noisy, _) = trained(), tokens()
+    with pytest.raises(InputError, match="noisy must have shape"):
+        model.refinement(noisy[..., :5])
+    refine = model.refinement(noisy)
+    for level in (0, LAYERS + 1, 1.0):
+        with pytest.raises(InputError, match=f"level must be a whole number from 1 to {LAYERS}, got {level}"):
+            refine(level, noisy)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="estimate must have shape"):
+        refine(1, noisy[:1])
