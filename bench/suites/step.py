@@ -155,7 +155,7 @@ def written_out_losses(model: DUST, noisy: Tensor, clean: Tensor, identity: bool
     codes = model.step * noisy @ dictionaries[0]
     reconstructions = [codes @ readouts[0].mT]
     options: dict[str, Any] = {"step": model.step, "threshold": model.threshold, "scale": model.scale}
-    options["nonlinearity"] = model.nonlinearity
+    options["nonlinearity"] = model.NONLINEARITY
     for dictionary, before, readout in zip(dictionaries, readouts, readouts[1:], strict=False):
         if identity:
             # An untied model that reads with its own dictionary has read the depth before with another one.
