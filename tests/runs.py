@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from accelerate import Accelerator
 from torch import Tensor
 
 from cdt_fast.tasks import TASKS, task_of
@@ -38,10 +37,9 @@ def settings_of(task: str, tiny: Mapping[str, Mapping[str, Any]], source: Path, 
     return config
 
 
-def new_trainer(run: RunFolder, settings: RunSettings, graphs: Any = None, accelerator: Any = None) -> loop.Trainer:
-    """Return a trainer, on the CPU where no accelerator is given."""
-    accelerator = Accelerator(cpu=True) if accelerator is None else accelerator
-    return loop.Trainer(run, settings, task_of(settings), load_data(settings), accelerator, graphs)
+def new_trainer(run: RunFolder, settings: RunSettings, graphs: Any = None) -> loop.Trainer:
+    """Return a trainer on the data of the settings."""
+    return loop.Trainer(run, settings, task_of(settings), load_data(settings), graphs)
 
 
 def train(run: RunFolder, settings: RunSettings, **options: Any) -> None:

@@ -131,7 +131,7 @@ def training_step(
     tokens = work.sequences * work.window
 
     def run() -> list[Tensor]:
-        step.run([batch], [tokens], tokens, None, update=True)
+        step.run([batch], [tokens], None, update=True)
         return [*found, *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)]
 
     return run

@@ -2,7 +2,6 @@
 
 import argparse
 import itertools
-import os
 import shlex
 import sys
 from contextlib import suppress
@@ -41,8 +40,7 @@ def train(options: argparse.Namespace) -> None:
         tasks.make_absolute(settings)
         from cdt_fast.training import loop  # noqa: F401 - see above
 
-        path = options.out or _free_folder(settings)
-        run = RunFolder.create(path, settings) if _is_first_process() else RunFolder(path)
+        run = RunFolder.create(options.out or _free_folder(settings), settings)
     options.again = f"cdt-fast train {settings.task} --resume {shlex.quote(str(run.path))}"
     _train_and_evaluate(run, settings, resumed=options.resume is not None)
 
@@ -58,8 +56,6 @@ def reproduce(options: argparse.Namespace) -> None:
     """Train what is left of an experiment, and compare its runs."""
     from cdt_fast.experiments import running  # see above
 
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise InputError("reproduce trains in one process, a run after the other; launch each with cdt-fast train")
     chosen = {name: getattr(options, name) for name in ("runs", "steps", "seeds", "layers", "gammas", "model")}
     experiment = experiments.Experiment.load(options.name).narrowed(**chosen)
     out = Path(options.out or Path("runs") / f"{experiment.name}-{Path(options.source).stem}")
@@ -89,11 +85,6 @@ def reproduce(options: argparse.Namespace) -> None:
     print(f"\n{as_text(table)}\n{out / 'results.md'}")
 
 
-def _is_first_process() -> bool:
-    """Return whether this process is the one that writes, of those that torchrun or accelerate launched."""
-    return int(os.environ.get("RANK", "0")) == 0
-
-
 def _train_and_evaluate(run: RunFolder, settings: RunSettings, data: Any = None, *, resumed: bool) -> None:
     from cdt_fast.training import loop
 
@@ -105,9 +96,8 @@ def _train_and_evaluate(run: RunFolder, settings: RunSettings, data: Any = None,
         if not resumed:
             run.remove_if_untouched()
         raise
-    if _is_first_process():
-        with run.lock():
-            _evaluate(run, settings, data)
+    with run.lock():
+        _evaluate(run, settings, data)
 
 
 def evaluate(options: argparse.Namespace) -> None:

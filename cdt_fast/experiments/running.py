@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from accelerate import Accelerator
-
 from cdt_fast.checks import InputError
 from cdt_fast.experiments import Experiment, PlannedRun
 from cdt_fast.progress import progress_bar
@@ -59,8 +57,7 @@ def forecast(experiment: Experiment, planned: Sequence[PlannedRun]) -> tuple[flo
 def _times(run: PlannedRun, data: Any) -> _Times:
     settings = run.settings
     with tempfile.TemporaryDirectory() as folder:
-        accelerator = Accelerator(cpu=settings.training.device == "cpu")
-        trainer = Trainer(RunFolder(folder), settings, task_of(settings), data, accelerator)
+        trainer = Trainer(RunFolder(folder), settings, task_of(settings), data)
         autocast, ends = trainer.execution.autocast, []
         validations = (trainer._validate, lambda: trainer.workload.validation_losses(autocast))
         for work in (trainer._train_step, *[trainer._train_step] * _TIMED_STEPS, *validations):

@@ -5,8 +5,6 @@ import sys
 from dataclasses import dataclass
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import DynamoBackend
 from torch import Tensor
 
 from cdt_fast.checks import InputError
@@ -42,22 +40,19 @@ class Execution:
         return f"computes on {place}: {products}; {kernels}{step}{compiling}"
 
 
-def resolve_execution(settings: RunSettings, accelerator: Accelerator, task: Task) -> Execution:
+def resolve_execution(settings: RunSettings, task: Task) -> Execution:
     """Choose what the settings leave open, and set torch's precision of float32 products to match.
 
-    InputError: a setting asks for what this machine, or the way the training was launched, does not have.
+    InputError: the device is cuda, and this machine has no such GPU.
     """
-    training, device = settings.training, accelerator.device
-    if training.device == "cuda" and device.type != "cuda":
+    wanted, there = settings.training.device, torch.cuda.is_available()
+    if wanted == "cuda" and not there:
         raise InputError("[training] device is cuda, but torch finds no CUDA GPU here")
-    if accelerator.mixed_precision == "fp16":
-        raise InputError("accelerate's mixed precision is fp16, where gradients underflow; take --precision bf16")
+    on_gpu = there and wanted != "cpu"
+    device = torch.device("cuda" if on_gpu else "cpu")
     precision = precision_of(settings, device, task.BF16_ON_CPU)
-    torch.backends.cuda.matmul.allow_tf32 = precision == "fp32" and device.type == "cuda"
-    # A CUDA graph holds a step of one process, without accelerate's own casts and compilation.
-    plain = device.type == "cuda" and accelerator.num_processes == 1 and accelerator.mixed_precision == "no"
-    compiled = plain and getattr(accelerator.state.dynamo_plugin, "backend", DynamoBackend.NO) != DynamoBackend.NO
-    return Execution(device, precision, plain and not compiled and task.FIXED_SHAPES)
+    torch.backends.cuda.matmul.allow_tf32 = precision == "fp32" and on_gpu
+    return Execution(device, precision, on_gpu and task.FIXED_SHAPES)
 
 
 def precision_of(settings: RunSettings, device: torch.device, bf16_on_cpu: bool) -> str:

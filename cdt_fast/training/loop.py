@@ -6,14 +6,10 @@ import math
 import signal
 import sys
 import time
-from contextlib import nullcontext
-from datetime import timedelta
 from itertools import chain
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import InitProcessGroupKwargs
 from torch import Tensor
 from tqdm import tqdm
 
@@ -54,23 +50,18 @@ def train(
         InputError: settings, data or checkpoint cannot be used; another process trains the run; losses are not finite.
     """
     disable_malloc_trim()
-    waiting = InitProcessGroupKwargs(timeout=timedelta(minutes=10))  # for another process
-    accelerator = Accelerator(cpu=settings.training.device == "cpu", kwargs_handlers=[waiting])
-    resolve_execution(settings, accelerator, task)  # before the data are read
-    main = accelerator.is_main_process
-    progress = progress and main
-    with run.lock() if main else nullcontext():
+    resolve_execution(settings, task)  # before the data are read
+    with run.lock():
         resumes = resume and run.checkpoint.exists()
         state = load_checkpoint(run.checkpoint, run=run_identity(settings)) if resumes else None
         data = task.load(settings, progress) if data is None else data
-        trainer = Trainer(run, settings, task, data, accelerator)
+        trainer = Trainer(run, settings, task, data)
         if state is not None:
             trainer.load(state)
         if progress:
             print(*trainer.notes(), sep="\n", file=sys.stderr)
-        if main:
-            run.remove_leftovers()
-            run.truncate_metrics(-1 if state is None else trainer.step)  # a start is logged anew
+        run.remove_leftovers()
+        run.truncate_metrics(-1 if state is None else trainer.step)  # a start is logged anew
         trainer.run(progress)
 
 
@@ -78,21 +69,15 @@ class Trainer:
     """One run in memory; its steps are captured in `graphs`, or in CUDA graphs where that works."""
 
     def __init__(
-        self,
-        run: RunFolder,
-        settings: RunSettings,
-        task: Task,
-        data: Any,
-        accelerator: Accelerator,
-        graphs: CudaGraphs | None = None,
+        self, run: RunFolder, settings: RunSettings, task: Task, data: Any, graphs: CudaGraphs | None = None
     ) -> None:
-        self.folder, self.settings, self.task, self.accelerator, self.data = run, settings, task, accelerator, data
+        self.folder, self.settings, self.task, self.data = run, settings, task, data
         torch.manual_seed(settings.training.seed % _SEEDS)
-        device = accelerator.device
-        self.execution = resolve_execution(settings, accelerator, task)
+        self.execution = resolve_execution(settings, task)
+        device = self.execution.device
         self.workload: Workload = task.build(settings, data, device)
         self.model: Any = self.workload.model
-        self.losses = accelerator.prepare(self.workload.losses(self.execution.autocast))
+        self.losses = self.workload.losses(self.execution.autocast).to(device)
         if graphs is None and self.execution.captured:
             graphs = CudaGraphs(device)
         groups = getattr(self.model, "parameter_groups", None)
@@ -115,7 +100,6 @@ class Trainer:
             optimizer=self.optimizer,
             logged_sums=self._logged_sums,
             constraints=self.constraints if self._measured else None,
-            ranks=accelerator.num_processes,
         )
         self._captured = None if graphs is None else CapturedStep(self._step_on_buffers, graphs)
 
@@ -152,8 +136,7 @@ class Trainer:
     def run(self, progress: bool = True) -> None:
         """Train from the current step to the last; raises what `train` does."""
         steps, every = self.workload.steps, self.settings.training.validate_every
-        shown = progress and self.accelerator.is_main_process
-        on_terminal = shown and sys.stderr.isatty()
+        on_terminal = progress and sys.stderr.isatty()
         bar = tqdm(total=steps, initial=self.step, desc=self.folder.name, unit="step", disable=not on_terminal)
         signals: list[int] = []
 
@@ -165,7 +148,7 @@ class Trainer:
 
         self.losses.train()
         if self.step == 0:
-            self._log({"step": 0, "validation": self._validate()})
+            self.folder.append_metrics({"step": 0, "validation": self._validate()})
         with on_signals(note, signal.SIGINT, signal.SIGTERM), bar:
             started = timed = time.perf_counter()
             first = self.step
@@ -175,15 +158,15 @@ class Trainer:
                 last = self.step == steps
                 if last or self.step % LOG_EVERY == 0:
                     entry = self._log_entry(time.perf_counter() - timed)
-                    self._log(entry)
+                    self.folder.append_metrics(entry)
                     bar.set_postfix_str(self._summary(entry["loss"]), refresh=False)
                     timed = time.perf_counter()
                 paused, saved = time.perf_counter(), last or self.step % every == 0
                 # A step that a signal ended is neither logged nor validated: the resumed run would have to repeat it.
                 if saved:
                     validation = self._validate()
-                    self._log({"step": self.step, "validation": validation})
-                    if shown and not on_terminal:
+                    self.folder.append_metrics({"step": self.step, "validation": validation})
+                    if progress and not on_terminal:
                         minutes = (time.perf_counter() - started) / (self.step - first) * (steps - self.step) / 60
                         left = f"; about {minutes:.1f} minutes to go" if minutes > 0.5 else ""
                         summary = self._summary(validation["loss"])
@@ -195,26 +178,17 @@ class Trainer:
                     raise Interrupted(signals[0], self.step)
                 timed += time.perf_counter() - paused
 
-    def _log(self, entry: dict[str, Any]) -> None:
-        if self.accelerator.is_main_process:
-            self.folder.append_metrics(entry)
-
     def _train_step(self) -> None:
         set_rate(self.optimizer, self._rate())
         micro_batches = self._micro_batches()
-        rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
-        shares = [micro_batch[rank::ranks] for micro_batch in micro_batches]
-        counts = tuple(sum(self.workload.count(sample) for sample, _ in share) for share in shares)
-        items = sum(self.workload.count(sample) for micro_batch in micro_batches for sample, _ in micro_batch)
+        counts = tuple(sum(self.workload.count(sample) for sample, _ in samples) for samples in micro_batches)
         update = self.step >= self.warmup_steps
         known = None if update else self.constraints.objective_weights()
-        # Empty ranks run with weight 0 so that the all-reduce does not hang.
-        chosen = (share or micro_batch[:1] for share, micro_batch in zip(shares, micro_batches, strict=True))
-        batches = (self.workload.batch(samples, self.execution.device) for samples in chosen)
+        batches = (self.workload.batch(samples, self.execution.device) for samples in micro_batches)
         if self._captured is None:
-            self._device_step.run(batches, counts, items, known, update)
+            self._device_step.run(batches, counts, known, update)
         else:
-            self._captured(*chain.from_iterable(batches), counts=counts, items=items, known=known, update=update)
+            self._captured(*chain.from_iterable(batches), counts=counts, known=known, update=update)
         self._timed_samples += sum(map(len, micro_batches))
         if self.settings.constrained and (self.step + 1) % self.steps_per_epoch == 0:
             self.constraints.epoch_end()
@@ -227,7 +201,7 @@ class Trainer:
     def _micro_batches(self) -> list[list[tuple[int, int]]]:
         """Return the samples of this step and their seeds, which follow from the run's seed and the step alone.
 
-        A sample has the same seed however the step is cut into micro-batches and spread over ranks.
+        A sample has the same seed however the step is cut into micro-batches.
         """
         epoch, position = divmod(self.step, self.steps_per_epoch)
         seed, batch = self.settings.training.seed, self.settings.training.batch
@@ -242,8 +216,7 @@ class Trainer:
         return [chosen[start : start + batch] for start in range(0, len(chosen), batch)]
 
     def _log_entry(self, seconds: float) -> dict[str, Any]:
-        sums = self.accelerator.reduce(self._logged_sums, reduction="sum")
-        losses = (sums[:-1] / sums[-1]).tolist()
+        losses = (self._logged_sums[:-1] / self._logged_sums[-1]).tolist()
         self._logged_sums.zero_()
         self._check_finite("training losses", losses)
         samples, self._timed_samples = self._timed_samples, 0
@@ -292,8 +265,7 @@ class Trainer:
         entry |= {} if error is None else {"error": error}
         if self.best is None or self._is_better(entry, self.best):
             self.best = {"step": self.step, **entry}
-            if self.accelerator.is_main_process:
-                self.workload.save_model(self.folder.model)
+            self.workload.save_model(self.folder.model)
         return entry
 
     def _check_start(self, losses: list[float]) -> None:
@@ -311,7 +283,7 @@ class Trainer:
         problem += f"; change what differs from the defaults: {', '.join(changed)}" * bool(changed)
         if not all(map(math.isfinite, losses)) or (guess is None and last > _HOPELESS * first):
             raise InputError(f"{self.folder.path}: {problem}")
-        if self.accelerator.is_main_process and last > _SCATTER * max(first, guess or 0.0):
+        if last > _SCATTER * max(first, guess or 0.0):
             print(printable(f"cdt-fast: warning: {problem}"), file=sys.stderr)
 
     def _is_better(self, entry: dict[str, Any], best: dict[str, Any]) -> bool:
@@ -332,8 +304,7 @@ class Trainer:
         # The losses of a step are from before its update, which may be what broke the weights.
         weights = torch.stack([parameter.detach().abs().max() for parameter in self.model.parameters()])
         self._check_finite("weights", weights.tolist())
-        if self.accelerator.is_main_process:
-            save_checkpoint(self.folder.checkpoint, self.state_dict())
+        save_checkpoint(self.folder.checkpoint, self.state_dict())
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that the rest of the run depends on, for `checkpoint.save_checkpoint`."""

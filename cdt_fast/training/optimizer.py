@@ -1,7 +1,6 @@
 """The constraints and the optimizer of a run, and a step in which the host never waits for the device."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -90,35 +89,29 @@ class TrainingStep:
     optimizer: Optimizer
     logged_sums: Tensor  # `[L+2]`, the sums of the losses and the count since the last log; added to in place
     constraints: DescentConstraints | None  # give the weights of the losses; None: unconstrained
-    ranks: int = 1  # processes that take part
 
     def run(
         self,
         batches: Iterable[Sequence[Tensor]],
         counts: Sequence[int],
-        items: int,
         known: Sequence[float] | None,
         update: bool,
     ) -> None:
         """Take the step.
 
         Args:
-            batches: the tensors of each micro-batch of this rank, asked for one by one.
-            counts: items (tokens, texts) that the losses of each micro-batch are means over; 0 for an empty rank.
-            items: their number in the step, over micro-batches and ranks.
+            batches: the tensors of each micro-batch, asked for one by one.
+            counts: items (tokens, texts) that the losses of each micro-batch are means over.
             known: the weights of the depths if the host knows them: a depth of weight 0 then costs no backward. None:
                 those of the constraints.
             update: move the multipliers at the end: not in a warm-up, nor without constraints.
         """
         weights = self.constraints.weights() if known is None and self.constraints is not None else known
         self.optimizer.zero_grad(set_to_none=True)
-        for number, (batch, count) in enumerate(zip(batches, counts, strict=True)):
-            last = number == len(counts) - 1
-            with nullcontext() if last else getattr(self.losses, "no_sync", nullcontext)():
-                total, per_depth = self.losses(*batch, weights)
-                # Distributed wrappers average the gradients of the ranks; the sum over ranks and micro-batches is due.
-                share = count * self.ranks / items
-                (total if share == 1 else total * share).backward()
+        for batch, count in zip(batches, counts, strict=True):
+            total, per_depth = self.losses(*batch, weights)
+            share = count / sum(counts)
+            (total if share == 1 else total * share).backward()
             self.logged_sums[:-1].add_(per_depth, alpha=count)
             self.logged_sums[-1].add_(count)
             if self.constraints is not None:

@@ -62,7 +62,7 @@ class RunFolder:
     def lock(self) -> Iterator[None]:
         """Keep other processes from training this run until the block, or this process, ends; RunInUse: one does.
 
-        The lock is the system's, on `config.toml`, and writes nothing. Of several ranks only the first may take it.
+        The lock is the system's, on `config.toml`, and writes nothing.
         """
         with self.config.open("r+b") as file:
             if not try_lock(file):

@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState, PartialState
 from torch import Tensor
 
 from cdt_fast import models, ops
@@ -87,7 +85,7 @@ class Steps:
     def _on_buffers(self, *buffers: Tensor, counts: tuple[int, ...], update: bool) -> None:
         known = (*[0.0] * LAYERS, 1.0) if self.duals is None else None
         batches = ((noisy, clean, self.deviation) for noisy, clean in zip(buffers[::2], buffers[1::2], strict=True))
-        self.step.run(batches, counts, sum(counts), known, update)
+        self.step.run(batches, counts, known, update)
 
     def _tokens(self, sequences: tuple[int, ...]) -> Iterator[Tensor]:
         """Patches that change slowly, noisy and clean."""
@@ -132,9 +130,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def trainer_on_gpu(
-    folder: Path, patch: pytest.MonkeyPatch, changes: dict[str, Any], name: str = "run", graphs: Any = None
-) -> Trainer:
+def trainer_on_gpu(folder: Path, changes: dict[str, Any], name: str = "run", graphs: Any = None) -> Trainer:
     """A new trainer on a clip of 60 frames: eight training windows, so three, three and two a step."""
     clip = folder / "clip.npy"
     if not clip.exists():
@@ -142,11 +138,8 @@ def trainer_on_gpu(
         moving = [127 + 90 * np.sin((columns + index) / 3) * np.cos(rows / 5) for index in range(60)]
         np.save(clip, np.stack(moving).astype(np.uint8))
     config = settings_of("video", SETTINGS, clip, **changes)
-    # Accelerate remembers the device of the process's first accelerator, which may have been a CPU test's.
-    for state in (PartialState, AcceleratorState):
-        patch.setattr(state, "_shared_state", {})
     run = RunFolder.create(folder / name, config)
-    return new_trainer(run, config, graphs, Accelerator())
+    return new_trainer(run, config, graphs)
 
 
 # Captured steps
@@ -202,12 +195,10 @@ def test_eager_work_between_replays_disturbs_neither() -> None:
 
 
 @pytest.mark.parametrize("changes", [{}, {"constrained": False, "precision": "bf16"}, {"batch": 2, "accumulate": 2}])
-def test_a_captured_training_is_the_eager_one_and_resumes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
-) -> None:
+def test_a_captured_training_is_the_eager_one_and_resumes(tmp_path: Path, changes: dict[str, Any]) -> None:
     """30 steps through the trainer: weights, multipliers and logged losses; and again from the checkpoint at 15."""
-    eager = trainer_on_gpu(tmp_path, monkeypatch, changes, "eager", EagerGraphs())
-    captured, resumed = (trainer_on_gpu(tmp_path, monkeypatch, changes, name) for name in ("captured", "resumed"))
+    eager = trainer_on_gpu(tmp_path, changes, "eager", EagerGraphs())
+    captured, resumed = (trainer_on_gpu(tmp_path, changes, name) for name in ("captured", "resumed"))
     eager.run(progress=False)
     while captured.step < 15:
         captured._train_step()
@@ -270,11 +261,9 @@ def test_waiting_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("changes", [{}, {"constrained": False, "tied": True}, {"batch": 2, "accumulate": 2}])
-def test_a_step_of_the_trainer_never_waits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
-) -> None:
+def test_a_step_of_the_trainer_never_waits(tmp_path: Path, changes: dict[str, Any]) -> None:
     """With the choice of windows, their way to the device and their noise."""
-    trainer = trainer_on_gpu(tmp_path, monkeypatch, changes)
+    trainer = trainer_on_gpu(tmp_path, changes)
     for step in range(3 * trainer.steps_per_epoch):
         if step < trainer.steps_per_epoch:
             trainer._train_step()

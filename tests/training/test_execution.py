@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from accelerate.utils import DynamoBackend
 
 from cdt_fast.checks import InputError
 from cdt_fast.tasks import TASKS, task_of
@@ -21,6 +19,7 @@ from tests.runs import Config, load_data
 
 @pytest.fixture(autouse=True)
 def _a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *_: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a card")
     monkeypatch.setattr("cdt_fast.ops.common.is_hopper", lambda _: False)
@@ -29,14 +28,9 @@ def _a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.backends.cuda.matmul.allow_tf32 = before
 
 
-def resolved(
-    task: str = "video", *, settings: Any = None, device: str = "cuda", compiled: str = "NO", **launched: Any
-) -> Execution:
-    state = SimpleNamespace(dynamo_plugin=SimpleNamespace(backend=DynamoBackend[compiled]))
-    given: dict[str, Any] = {"num_processes": 1, "mixed_precision": "no", "state": state, **launched}
-    accelerator: Any = SimpleNamespace(device=torch.device(device), **given)
-    settings = settings or TASKS[task].settings()
-    return resolve_execution(settings, accelerator, task_of(settings))
+def resolved(task: str = "video", *, settings: Any = None, device: str = "auto") -> Execution:
+    settings = settings or TASKS[task].settings.chosen({"training": {"device": device}})
+    return resolve_execution(settings, task_of(settings))
 
 
 @pytest.mark.parametrize(
@@ -46,9 +40,6 @@ def resolved(
         ({"device": "cpu"}, "bf16", False),
         ({"device": "cpu", "task": "text"}, "fp32", False),
         ({"task": "text"}, "bf16", False),  # whose shapes differ
-        ({"num_processes": 2}, "bf16", False),
-        ({"mixed_precision": "bf16"}, "bf16", False),
-        ({"compiled": "INDUCTOR"}, "bf16", False),
     ],
 )
 def test_the_default_is_bfloat16_where_it_is_fast_and_captures_what_can_be(
@@ -66,11 +57,11 @@ def test_float32_products_are_tf32_unless_ieee_is_asked_for(precision: str, allo
     assert torch.backends.cuda.matmul.allow_tf32 == allowed
 
 
-def test_float16_without_a_scaler_and_a_gpu_that_is_not_there_are_refused(tiny_config: Config) -> None:
-    with pytest.raises(InputError, match="fp16"):
-        resolved(mixed_precision="fp16")
+def test_a_gpu_that_is_not_there_is_refused(tiny_config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert resolved().device.type == "cpu"
     with pytest.raises(InputError, match="device is cuda, but torch finds no CUDA GPU"):
-        resolved(settings=tiny_config(device="cuda"), device="cpu")
+        resolved(settings=tiny_config(device="cuda"))
 
 
 @pytest.mark.parametrize(

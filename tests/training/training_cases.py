@@ -6,7 +6,6 @@ import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from cdt_fast.tasks import task_of
+from cdt_fast.training import loop
+from cdt_fast.training.execution import Execution, precision_of
 from cdt_fast.training.loop import Trainer
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.training.settings import RunSettings
@@ -130,18 +131,12 @@ class _HostGenerator(torch.Generator):
 
 def meta_trainer(config: VideoSettings, folder: Path, patch: pytest.MonkeyPatch) -> Trainer:
     """A trainer all of whose tensors of the device, frames too, are without values."""
-    accelerator: Any = SimpleNamespace(
-        device=torch.device("meta"),
-        num_processes=1,
-        process_index=0,
-        is_main_process=True,
-        mixed_precision="no",
-        prepare=lambda losses: losses.to("meta", torch.float32),
-        reduce=lambda sums, reduction: sums,
-    )
+    meta = torch.device("meta")
+    execution = Execution(meta, precision_of(config, meta, task_of(config).BF16_ON_CPU), captured=False)
     with patch.context() as inside:
         inside.setattr(torch, "Generator", _HostGenerator)
-        trainer = Trainer(RunFolder.create(folder, config), config, task_of(config), load_data(config), accelerator)
+        inside.setattr(loop, "resolve_execution", lambda *_: execution)
+        trainer = Trainer(RunFolder.create(folder, config), config, task_of(config), load_data(config))
     frames = config.data.window, config.data.size, config.data.size
     empty = lambda windows: torch.empty((len(windows), *frames), dtype=torch.uint8, device="meta")  # noqa: E731
     patch.setattr(trainer.data.train, "batch", empty)
