@@ -12,7 +12,7 @@ from cdt_fast.checks import suggestion
 from cdt_fast.cli import commands
 from cdt_fast.constraints.presets import PAPER_ROWS, PRESETS
 from cdt_fast.tasks import TASKS, TaskEntry
-from cdt_fast.training.settings import GONE, SECTIONS, Section, gone, kinds_of
+from cdt_fast.training.settings import SECTIONS, Section, kinds_of
 
 # What other tools call an option, where the nearest name is another one.
 _USUAL_NAMES = {
@@ -32,7 +32,6 @@ _USUAL = {
     *("text_column", "label_column", "constrained", "rate", "objective", "steps", "epochs", "batch", "lr"),
     *("precision", "device", "seed", "gammas"),
 }
-_GONE_COMMANDS = ("search", "completion", "data")
 
 
 class Parser(argparse.ArgumentParser):
@@ -50,8 +49,6 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             option = unknown[0].partition("=")[0].replace("_", "-")
             name = option.removeprefix("--")
-            if name.removeprefix("no-").replace("-", "_") in GONE.split():
-                self.error(gone(option))
             known = [option for option in self._option_string_actions if option.startswith("--")]
             usual = [ours for ours, others in _USUAL_NAMES.items() if name in others.split() and ours in known]
             close = usual or difflib.get_close_matches(option, known, n=1)
@@ -61,8 +58,6 @@ class Parser(argparse.ArgumentParser):
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is None or value in action.choices:
             return
-        if value in _GONE_COMMANDS:
-            raise argparse.ArgumentError(None, gone(value))
         what = f"{action.option_strings[0]}: unknown" if action.option_strings else f"unknown {action.metavar}".lower()
         raise argparse.ArgumentError(None, f"{what} {value!r}{suggestion(str(value), map(str, action.choices))}")
 

@@ -316,16 +316,9 @@ class DescentConstraints(nn.Module):
         """Restore whether sums wait; `_check_settings` has compared the rest."""
         self._recorded = state["recorded"]
 
-    @staticmethod
-    def saved_settings(state: Mapping[str, Any], prefix: str = "") -> Mapping[str, Any]:
-        """Return what `get_extra_state` put into a saved state; that of an earlier version is an InputError."""
-        if f"{prefix}_extra_state" not in state:
-            raise InputError("the saved constraints are of an earlier version: the git tag full (1178e39) reads them")
-        return state[f"{prefix}_extra_state"]
-
     def _check_settings(self, module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
         """Refuse a state of other options before any of it is restored."""
-        saved = self.saved_settings(state, prefix)
+        saved = state.get(f"{prefix}_extra_state", {})
         for name, here in self.get_extra_state().items():
             if name != "recorded" and saved.get(name) != here:
                 expected = f"{here}, as constructed here"

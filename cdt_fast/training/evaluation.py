@@ -19,7 +19,7 @@ def evaluate_run(folder: RunFolder, settings: RunSettings, task: Task, data: Any
     disable_malloc_trim()
     state = load_checkpoint(folder.checkpoint, run=run_identity(settings))
     data = task.load(settings) if data is None else data
-    saved = DescentConstraints.saved_settings(state["constraints"])
+    saved = state["constraints"]["_extra_state"]
     used = saved["reference"]  # at most the loss of a guess, which only the training knew
     constraints = build_constraints(settings, saved["layers"], used if isinstance(used, float) else None)
     constraints.load_state_dict(state["constraints"])

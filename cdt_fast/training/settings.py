@@ -31,26 +31,11 @@ Levels = Annotated[list[Annotated[float, Field(ge=0, le=1e6)]], Field(min_length
 # The warm-up of a training without constraints: they only weigh the depths by the objective, and judge the result.
 _NEVER = 2**62
 SECTIONS = ("data", "model", "constraints", "training", "evaluation")
-# The settings that only earlier versions have, some of them of one task alone.
-GONE = (
-    "adaptive agreement attention_width barrier_width checkpoint_every clip code_noise coefficients cuda_graph "
-    "depth_rotation depth_schedule dual dual_every exit_agreements exit_scale feedforward_width format "
-    "frozen_embedding gain_growth gain_limit generated header heads initial_codes inner_fraction inner_kl jacobian "
-    "layer_dropout layers log_every lora_rank nonlinearity overlap perturbation perturbation_rate positions preset "
-    "prompts proportional_gain quoting rank_timeout ratio readout reference_losses residual scale sequence setup "
-    "slack_lr smoothing spectral_bound split step stride tail taps tensorboard tied tighten_steps unit "
-    "vocabulary_size warmup_steps weight_decay width"
-)
 
 
 def setting(default: Any, description: str) -> Any:
     """Define a field of a section; the help shows the description."""
     return Field(default, description=description)
-
-
-def gone(name: str) -> str:
-    """Return the message about a setting or a command that only earlier versions have."""
-    return f"{name} is gone: the git tag full (commit 1178e39) is the last version that has it"
 
 
 class Section(BaseModel):
@@ -236,8 +221,6 @@ class RunSettings(BaseModel):
         if not isinstance(settings, Section):
             raise InputError(f"unknown section [{section}]{suggestion(section, SECTIONS)}")
         if name not in type(settings).model_fields:
-            if name in GONE.split():
-                raise InputError(f"[{section}] {gone(name)}")
             raise InputError(f"unknown key '{name}' in [{section}]{suggestion(name, type(settings).model_fields)}")
         try:
             setattr(settings, name, value)
