@@ -137,13 +137,10 @@ def test_a_config_that_does_not_fit_its_model(saved: Path, changes: dict[str, An
     assert_refused(saved, rf"config\.json: {message}")
 
 
-@pytest.mark.parametrize("changes", [{"layers": 3}, {"code_size": 10}, {"tied": True}, {"sparsity": 0.3}])
+@pytest.mark.parametrize("changes", [{"layers": 3}, {"code_size": 10}, {"tied": True}])
 def test_weights_of_another_config(saved: Path, changes: dict[str, Any]) -> None:
     change_config(saved, **changes)
-    assert_refused(saved, r"model\.safetensors: does not fit .*config\.json, which was another one when it was saved")
-    save_file(load_file(saved / "model.safetensors"), saved / "model.safetensors")
-    if "sparsity" not in changes:  # without a record of its config, a file still has its shapes
-        assert_refused(saved, r"model\.safetensors: does not fit .*config\.json")
+    assert_refused(saved, r"model\.safetensors: does not fit .*config\.json")
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
