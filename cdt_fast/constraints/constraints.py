@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from cdt_fast.checks import InputError, check_integer, check_non_negative, check_number
+from cdt_fast.checks import InputError, check_integer, check_number
 from cdt_fast.constraints import presets
 from cdt_fast.constraints.duals import DualVariables
 from cdt_fast.constraints.feasibility import FeasibilityReport, judge
@@ -71,9 +71,8 @@ class DescentConstraints(nn.Module):
             20 steps with finite losses; the constraints that need it are off until then.
         objective: "last", "depths" or "log" (for positive losses).
         coefficients: c of "depths" and "log", L+1 numbers >= 0, not all zero; None: ones.
-        bounds: bounds on single depths, `{depth: b}` for ℓ_depth ≤ b: a number, or a factor such as "1.01x" of
-            `reference_losses` at that depth. The multiplier of a bound is added to the weight of its depth.
-        reference_losses: L+1 losses of a reference run; None: those of the last ten steps of the warm-up, averaged.
+        bounds: bounds on single depths, `{depth: b}` for ℓ_depth ≤ b: a number, or a factor such as "1.01x" of the mean
+            loss in the last ten steps of the warm-up. The multiplier of a bound is added to the weight of its depth.
         dual_lr: η. Adam moves a multiplier by about this much a step whatever the scale of the losses; ascent by this
             times the violation. None: 0.002 with Adam and the objective "last", else 0.05.
         betas: Adam's decay of the first and second moment; None: gradient ascent. Dual momentum overshoots.
@@ -102,7 +101,6 @@ class DescentConstraints(nn.Module):
         objective: presets.ObjectiveName = DEFAULTS.objective,
         coefficients: Sequence[float] | None = DEFAULTS.coefficients,
         bounds: Mapping[int, float | str] | None = DEFAULTS.bounds,
-        reference_losses: Sequence[float] | None = DEFAULTS.reference_losses,
         dual_lr: float | None = DEFAULTS.dual_lr,
         betas: tuple[float, float] | None = DEFAULTS.betas,
         resilience: presets.Resilience | None = DEFAULTS.resilience,
@@ -118,7 +116,7 @@ class DescentConstraints(nn.Module):
         self.layers = check_integer("layers", layers, 1)
         self.objective = Objective(self.layers, options)
         self.descent = Descent(self.layers, options)
-        self.bounds = None if bounds is None and reference_losses is None else ResultBounds(self.layers, options)
+        self.bounds = None if bounds is None else ResultBounds(self.layers, bounds)
         # One multiplier per depth for descent, and as many for bounds where there are any.
         self.duals = DualVariables((self.layers + 1) * (1 if self.bounds is None else 2), options)
         # The sums of the losses since the last step, then the count of their items.
@@ -268,18 +266,16 @@ class DescentConstraints(nn.Module):
         self.duals.state[1].zero_()
 
     @torch.no_grad()
-    def report(self, losses: Tensor | Sequence[float], tolerance: float = 0.0) -> FeasibilityReport:
+    def report(self, losses: Tensor | Sequence[float]) -> FeasibilityReport:
         """Judge mean losses of all depths (L+1,), usually held-out ones. This waits for the device.
 
-        `tolerance` is the relative violation that still counts as feasible, >= 0.
-
         Raises:
-            InputError: the number of losses, or the tolerance, is wrong.
+            InputError: the number of losses is wrong.
         """
-        tolerance, losses = check_non_negative("tolerance", tolerance), self._as_losses(losses)
+        losses = self._as_losses(losses)
         chained = self.descent.uses_reference.logical_not().tolist()
         existing = int(self.descent.exists.sum()) + (0 if self.bounds is None else int(self.bounds.exists.sum()))
-        return judge(losses, self._violations(losses), chained, self.options.rate, tolerance, existing)
+        return judge(losses, self._violations(losses), chained, self.options.rate, existing)
 
     @torch.no_grad()
     def merit(self, losses: Tensor | Sequence[float], *, priced: bool = True) -> float:

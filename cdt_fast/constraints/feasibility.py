@@ -19,7 +19,7 @@ class FeasibilityReport:
     """The verdict on per-depth losses: do they satisfy the constraints? Depth 0 is the reference constraint.
 
     Attributes:
-        feasible: at least one constraint was judged, all of them hold within `tolerance`, and every loss is finite.
+        feasible: at least one constraint was judged, all of them hold, and every loss is finite.
         violation: g_l for l = 0..L, in units of the loss, positive where violated; None where none is in force.
         relative_violation: g_l over |ℓ_{l−1}|, or over the reference or bound in its place.
         ratio: ℓ_l / ℓ_{l−1} for l = 1..L.
@@ -40,7 +40,6 @@ class FeasibilityReport:
     ratio: list[float]
     worst_layer: int | None
     worst_violation: float | None
-    tolerance: float
     worst_kind: Kind
     bound_violation: list[float | None]
     relative_bound_violation: list[float | None]
@@ -71,7 +70,7 @@ class FeasibilityReport:
         worst = f"the worst: {where} is above its bound by {size}"
         total = len(judged) + self.unjudged
         if not self.feasible:
-            violated = sum(relative > self.tolerance for relative in judged)
+            violated = sum(relative > 0 for relative in judged)
             verb = "is" if violated == 1 else "are"
             advice = self.advice and f"; {self.advice}"
             return f"Infeasible: {violated} of {total} constraints {verb} violated; {worst}{advice}."
@@ -79,8 +78,6 @@ class FeasibilityReport:
         if self.unjudged:
             held = f"{len(judged)} of {total} constraints are judged, and hold"
         margin = f"the tightest, {tightest}, has {abs(self.worst_violation):.2%} to spare"
-        if self.worst_violation > 0:
-            margin = f"{worst}, within the tolerance of {self.tolerance:.2%}"
         return f"Feasible: {held}{self.caveat and f', but {self.caveat}'}; {margin}."
 
     def _relative(self) -> list[float]:
@@ -89,7 +86,7 @@ class FeasibilityReport:
 
 
 def judge(
-    losses: Tensor, groups: Sequence[Violations], chained: list[bool], rates: Any, tolerance: float, total: int
+    losses: Tensor, groups: Sequence[Violations], chained: list[bool], rates: Any, total: int
 ) -> FeasibilityReport:
     """Judge losses `[L+1]` by the constraints of descent and the bounds, if there are any, of which there are `total`,
     in force or not yet. `chained` are the depths whose constraint is on the ratio to the previous depth."""
@@ -105,7 +102,7 @@ def judge(
             if judged:
                 entries.append((share, kind, depth))
     finite = bool(losses.isfinite().all())
-    feasible = finite and bool(entries) and all(number <= tolerance for number, *_ in entries)
+    feasible = finite and bool(entries) and all(number <= 0 for number, *_ in entries)
     ratio: list[float] = (losses[1:] / losses[:-1]).tolist()
     # NaN is worse than any number.
     worst, kind, layer = max(entries, key=lambda one: (math.isnan(one[0]), one[0]), default=(None, "descent", None))
@@ -115,7 +112,7 @@ def judge(
     caveats = [
         f"layer {layer} multiplies the loss by {value:.5g} (its rate allows {1 - rate:.5g})"
         for layer, (value, rate) in enumerate(zip(ratio, rates or [math.nan] * len(ratio), strict=True), 1)
-        if feasible and not chained[layer] and value > (1 - rate) * (1 + tolerance)
+        if feasible and not chained[layer] and value > 1 - rate
     ]
     return FeasibilityReport(
         feasible=feasible,
@@ -125,7 +122,6 @@ def judge(
         ratio=ratio,
         worst_layer=layer,
         worst_violation=worst,
-        tolerance=tolerance,
         worst_kind=kind,
         bound_violation=absolute["bound"],
         relative_bound_violation=relative["bound"],

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
-from cdt_fast.checks import InputError, check_choice, check_fraction, check_non_negative, check_number, check_positive
+from cdt_fast.checks import InputError, check_choice, check_fraction, check_non_negative, check_number
 from cdt_fast.constraints import presets
 from cdt_fast.constraints.presets import REFERENCE_MEASUREMENTS, DescentOptions
 
@@ -62,7 +62,9 @@ class Objective(nn.Module):
         if given is not None:
             if name == "last":
                 raise InputError(f'coefficients are for objective="depths" and "log"; "last" has none, got {given!r}')
-            _check_each("coefficients", given, layers + 1, "numbers >= 0")
+            if isinstance(given, str) or not isinstance(given, Sequence) or len(given) != layers + 1:
+                expected = f"{layers + 1} numbers >= 0, one a depth, or None"
+                raise InputError(f"coefficients must be {expected}, got {given!r}")
             self.numbers = tuple(check_non_negative(f"coefficients[{depth}]", c) for depth, c in enumerate(given))
             if not any(self.numbers):
                 raise InputError("coefficients must not all be zero: nothing would be minimized")
@@ -143,27 +145,20 @@ class Descent(nn.Module):
 class ResultBounds(nn.Module):
     """ℓ_k ≤ b_k for the depths that `exists`, `[L+1]` bool, names; some b are factors of the warm-up's `average`."""
 
-    def __init__(self, layers: int, options: DescentOptions) -> None:
+    def __init__(self, layers: int, bounds: Mapping[int, float | str]) -> None:
         super().__init__()
-        bounds, reference = options.bounds, options.reference_losses
-        if bounds is not None and (not isinstance(bounds, Mapping) or not bounds):
+        if not isinstance(bounds, Mapping) or not bounds:
             expected = f"a dictionary of depths, such as {{{layers}: 0.9}}, or None"
             raise InputError(f"bounds must be {expected}, got {bounds!r}")
         self.exists = _constant(torch.zeros(layers + 1, dtype=torch.bool))
         levels, factors = torch.zeros(2, layers + 1, dtype=torch.float64)
-        for depth, bound in (bounds or {}).items():
+        for depth, bound in bounds.items():
             if not isinstance(depth, int) or isinstance(depth, bool) or not 0 <= depth <= layers:
                 raise InputError(f"bounds holds depth {depth!r}, which is not read: the depths are 0 to {layers}")
             number, is_factor = _parsed(f"bounds[{depth}]", bound)
             self.exists[depth] = True
             (factors if is_factor else levels)[depth] = number
-        self.average = RunningMean((layers + 1,), _AVERAGED) if factors.any() and reference is None else None
-        if reference is not None:
-            _check_each("reference_losses", reference, layers + 1, "losses")
-            reference = [check_positive(f"reference_losses[{depth}]", loss) for depth, loss in enumerate(reference)]
-            if not factors.any():
-                raise InputError('reference_losses needs factors of them such as "1.01x", and bounds holds no factor')
-            levels += factors * torch.tensor(reference, dtype=torch.float64)
+        self.average = RunningMean((layers + 1,), _AVERAGED) if factors.any() else None
         self.levels, self.factors = _constant(levels), _constant(factors)
 
     def violations(self, losses: Tensor) -> Violations:
@@ -173,11 +168,6 @@ class ResultBounds(nn.Module):
             levels = levels + self.factors * self.average.mean
             active = active & ((self.average.count > 0) | (self.factors == 0))
         return Violations(losses - levels, levels.abs(), active)
-
-
-def _check_each(name: str, given: Any, size: int, what: str) -> None:
-    if isinstance(given, str) or not isinstance(given, Sequence) or len(given) != size:
-        raise InputError(f"{name} must be {size} {what}, one a depth, or None, got {given!r}")
 
 
 def _rates(rate: Any, layers: int) -> list[float] | None:

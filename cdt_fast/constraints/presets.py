@@ -38,7 +38,6 @@ class DescentOptions:
     objective: ObjectiveName = "last"
     coefficients: Sequence[float] | None = None
     bounds: Mapping[int, float | str] | None = None
-    reference_losses: Sequence[float] | None = None
     dual_lr: float | None = None
     betas: tuple[float, float] | None = (0.0, 0.9)
     resilience: Resilience | None = "slack"

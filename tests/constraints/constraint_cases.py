@@ -24,7 +24,7 @@ DUALS = {"ascent": None, "adam": (0.0, 0.999)}
 KINDS: dict[str, dict[str, Any]] = {
     "depths": {"objective": "depths", "coefficients": [0.5, 0.0, 2.0, 1.0]},
     "log": {"objective": "log"},
-    "bounds": {"bounds": {1: 0.9, 3: "1.01x"}, "reference_losses": [1.0, 1.0, 0.8, 0.6]},
+    "bounds": {"bounds": {1: 0.9, 3: 0.606}},
     "warm-up bounds": {"bounds": {3: "0.9x"}, "rate": None, "reference": None},
     **{
         f"{dual}-{resilience}-{coupling}-{mode}": {

@@ -106,8 +106,7 @@ def test_a_bound_is_met_by_the_multiplier_that_it_takes() -> None:
 def test_a_result_is_asked_for_and_the_rest_is_as_good_as_it_allows() -> None:
     """min log ℓ_0 s.t. ℓ_1 ≤ 1.02 · 1: the last depth may lose two percent, x = 1 − √.04 = .8."""
     options: dict[str, Any] = {"objective": "log", "coefficients": [1.0, 0.0], "dual_lr": 0.1, "resilience": None}
-    factor: dict[str, Any] = {"bounds": {1: "1.02x"}, "reference_losses": [9.0, 1.0]}
-    constraints = plain(1, None, betas=None, **options, **factor)
+    constraints = plain(1, None, betas=None, bounds={1: 1.02}, **options)
     assert solve(constraints, parabolas, 6000) == pytest.approx(0.8, abs=1e-4)
     report = constraints.report([1.3, 1.03])
     assert report.bound_violation == [None, pytest.approx(0.01)]
@@ -304,7 +303,6 @@ DIFFERENT: dict[str, Any] = {
     "objective": "log",
     "coefficients": [1.0, 0.0, 1.0, 1.0],
     "bounds": {2: 0.5},
-    "reference_losses": [2.0, 1.0, 1.0, 1.0],
     "dual_lr": 0.5,
     "betas": (0.5, 0.999),
     "resilience": None,
@@ -322,8 +320,6 @@ def test_a_state_of_other_settings_is_refused(name: str) -> None:
     options: dict[str, Any] = {"layers": 3, "rate": 0.1, "reference": 1.0}
     if name == "coefficients":
         options["objective"] = "log"
-    if name == "reference_losses":
-        options |= {"bounds": {1: "1x"}, "reference_losses": [1.0] * 4}
     saved = plain(**{**options, name: DIFFERENT[name]}).state_dict()
     here = plain(**options)
     feed(here, [2.0, 2.0, 2.0, 2.0])
@@ -353,7 +349,7 @@ def test_the_constructor_has_the_defaults_of_the_command_line() -> None:
         # Settings of their own: on or off, and a warm-up counted in epochs.
         assert set(found) - set(expected) == {"constrained", "warmup_epochs"}
         assert entry.settings().objective == expected.pop("objective")
-        assert set(expected) - set(found) == {"coefficients", "reference_losses"}
+        assert set(expected) - set(found) == {"coefficients"}
         for name, value in expected.items():
             assert name not in found or found[name] == (list(value) if name == "betas" else value), (task, name)
 
@@ -369,7 +365,7 @@ def test_the_defaults_are_what_they_were_measured_to_be() -> None:
     )
     for options, rate in chosen:
         assert DescentConstraints(2, **options).options.dual_lr == rate
-    numbers = (0.01, "auto", "last", None, None, None, None, (0.0, 0.9), "slack", 10.0, "detach", "anchor", True, 0.02)
+    numbers = (0.01, "auto", "last", None, None, None, (0.0, 0.9), "slack", 10.0, "detach", "anchor", True, 0.02)
     assert tuple(vars(DEFAULTS).values()) == numbers
 
 
@@ -417,9 +413,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"bounds": {3: 0.0}}, r'bounds\[3\] must be a finite number > 0, or a factor such as "1.01x", got 0.0'),
     ({"bounds": {3: "1.01y"}}, r"bounds\[3\] must be a finite number > 0, or a factor .*, got '1.01y'"),
     ({"bounds": {3: "0x"}}, r"bounds\[3\] must be a finite number > 0, or a factor"),
-    ({"bounds": {3: 0.9}, "reference_losses": [1.0] * 4}, "bounds holds no factor"),
-    ({"bounds": {3: "1x"}, "reference_losses": [1.0]}, r"reference_losses must be 4 losses, one a depth, or None"),
-    ({"bounds": {3: "1x"}, "reference_losses": [1, 1, 0, 1]}, r"reference_losses\[2\] must be a finite number > 0"),
     ({"dual_lr": 0}, "dual_lr must be a finite number > 0, got 0"),
     ({"betas": (0.9,)}, r"betas must be two numbers in \[0, 1\), or None for ascent, got \(0.9,\)"),
     ({"betas": 0.9}, "betas must be .*, got 0.9"),

@@ -98,7 +98,7 @@ class Formulation(NamedTuple):
 
 
 ALL, DECAY, RELATIVE = list(range(LAYERS + 1)), {"resilience": "decay"}, {"normalize": True}
-BOUNDS = {"bounds": {1: 0.7, 3: "1.01x"}, "reference_losses": [1.0, 0.8, 0.6, 0.5]}
+BOUNDS = {"bounds": {1: 0.7, 3: 0.505}}
 FORMULATIONS = {
     "chain": Formulation(last, chain, {}, ALL),
     "normalize": Formulation(last, chain, RELATIVE, ALL),
