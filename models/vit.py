@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from cdt_fast import ops
-from cdt_fast.checks import InputError, check_choice, check_integer, check_number, check_positive, require
+from cdt_fast.checks import InputError, check_choice, check_integer, check_positive, require
 from cdt_fast.files import read_json
 from cdt_fast.models.pretrained import PretrainedModel, check_depth
 from cdt_fast.models.transformers_weights import load_complete, named_errors
 from cdt_fast.ops.common import LayerwiseLosses, check_shape, check_tensor, check_together
 
+_PIXEL_MEAN = _PIXEL_STD = 0.5  # of the normalization of pixels that transformers' ViTs are trained with
 ACTIVATIONS = ("gelu", "gelu_new", "relu", "silu")
 # Arguments, by the names that transformers' ViTConfig has for them.
 _CONFIGURED = {"layers": "num_hidden_layers", "width": "hidden_size", "heads": "num_attention_heads"}
@@ -98,26 +99,17 @@ class DenoisingViT(PretrainedModel):
         return {"grid": list(self.grid), **{name: getattr(self, name) for name in ("patch_size", *_CONFIGURED)}}
 
     @classmethod
-    def from_pretrained(
-        cls,
-        folder: str | os.PathLike[str],
-        *,
-        grid: Sequence[int] | None = None,
-        pixel_mean: float = 0.5,
-        pixel_std: float = 0.5,
-    ) -> Self:
+    def from_pretrained(cls, folder: str | os.PathLike[str], *, grid: Sequence[int] | None = None) -> Self:
         """Load a model that `save_pretrained` wrote, or take the weights of a transformers ViT, on the CPU.
 
         The embeddings, blocks and final layer norm of a transformers ViT are taken; the readout is new. Its patch
         embedding becomes one of gray patches with values in [0, 1]: a gray value stands for the same value in all
-        channels, so the channels' weights are summed, and the ViT's normalization of the pixels is folded in. Position
+        channels, so the channels' weights are summed, and a ViT's usual normalization of pixels is folded in. Position
         embeddings are interpolated (bicubic) to another grid than the one that the ViT was trained with.
 
         Args:
             folder: one that this package or transformers (as safetensors) saved a model to.
-            grid: rows and columns of patches of a frame; None: as the ViT was trained. This and the other arguments
-                are for a transformers ViT only.
-            pixel_mean, pixel_std: the normalization of the ViT's pixels, `(value − mean) / std`, in all channels.
+            grid: rows and columns of patches of a frame, for a transformers ViT only; None: as it was trained.
 
         Raises:
             InputError: the folder holds no ViT, a file is missing or cut short, an argument is out of its range, or
@@ -126,19 +118,18 @@ class DenoisingViT(PretrainedModel):
         """
         own = Path(folder) / "config.json"
         if own.is_file() and "model" in (read_json(own) or {}):
-            if grid is not None or (pixel_mean, pixel_std) != (0.5, 0.5):
-                raise InputError(f"{folder}: is a model of this package, whose grid and pixels are settled")
+            if grid is not None:
+                raise InputError(f"{folder}: is a model of this package, whose grid is settled")
             return super().from_pretrained(folder)
-        mean, std = check_number("pixel_mean", pixel_mean), check_positive("pixel_std", pixel_std)
         vit, side, trained_grid = _load_vit(str(folder))
         own = {name: getattr(vit.config, theirs) for name, theirs in _CONFIGURED.items()}
         model = cls(side * side, trained_grid if grid is None else grid, **own)
         weights = vit.state_dict()
         weights.pop("embeddings.mask_token", None)
         patches, positions = "embeddings.patch_embeddings.projection.", "embeddings.position_embeddings"
-        kernel = weights[f"{patches}weight"].sum(1, keepdim=True) / std
+        kernel = weights[f"{patches}weight"].sum(1, keepdim=True) / _PIXEL_STD
         weights[f"{patches}weight"] = kernel
-        weights[f"{patches}bias"] = weights[f"{patches}bias"] - mean * kernel.sum((1, 2, 3))
+        weights[f"{patches}bias"] = weights[f"{patches}bias"] - _PIXEL_MEAN * kernel.sum((1, 2, 3))
         if model.grid != trained_grid:
             first, others = weights[positions].split((1, math.prod(trained_grid)), 1)
             others = others.unflatten(1, trained_grid).movedim(-1, 1)  # [1, d, rows, columns]

@@ -8,24 +8,11 @@ from typing import Any, NoReturn
 import cdt_fast
 from cdt_fast import experiments
 from cdt_fast.bench.suites import SIZES, SUITES
-from cdt_fast.checks import suggestion
 from cdt_fast.cli import commands
 from cdt_fast.constraints.presets import PAPER_ROWS, PRESETS
 from cdt_fast.tasks import TASKS, TaskEntry
 from cdt_fast.training.settings import SECTIONS, Section, kinds_of
 
-# What other tools call an option, where the nearest name is another one.
-_USUAL_NAMES = {
-    "--accumulate": "gradient-accumulation-steps grad-accum",
-    "--gamma": "noise sigma noise-level",
-    "--lr": "learning-rate eta",
-    "--out": "output output-dir save-dir run name",
-    "--precision": "dtype amp bf16 fp16",
-    "--rate": "alpha descent-rate",
-    "--reference": "epsilon eps0 epsilon-0",
-    "--steps": "max-steps iterations iters",
-    "--validate-every": "val-every eval-every save-every eval-steps save-steps",
-}
 # The settings that people change: `--help` shows these, `--help-all` the others too.
 _USUAL = {
     *("gamma", "patch", "model", "layers", "code_size", "embedding", "taps", "max_tokens"),
@@ -47,19 +34,10 @@ class Parser(argparse.ArgumentParser):
         # Answered here and not by the parser above, which knows neither the command nor its options.
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            option = unknown[0].partition("=")[0].replace("_", "-")
-            name = option.removeprefix("--")
             known = [option for option in self._option_string_actions if option.startswith("--")]
-            usual = [ours for ours, others in _USUAL_NAMES.items() if name in others.split() and ours in known]
-            close = usual or difflib.get_close_matches(option, known, n=1)
+            close = difflib.get_close_matches(unknown[0].partition("=")[0].replace("_", "-"), known, n=1)
             self.error(f"unknown argument: {unknown[0]}{f'; did you mean {close[0]}?' if close else ''}")
         return parsed, unknown
-
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        if action.choices is None or value in action.choices:
-            return
-        what = f"{action.option_strings[0]}: unknown" if action.option_strings else f"unknown {action.metavar}".lower()
-        raise argparse.ArgumentError(None, f"{what} {value!r}{suggestion(str(value), map(str, action.choices))}")
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")

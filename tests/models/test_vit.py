@@ -105,15 +105,13 @@ def saved_vit(folder: Path, channels: int = 3) -> Any:
     return vit.double().eval()
 
 
-@pytest.mark.parametrize(("channels", "mean", "std"), [(1, 0.5, 0.5), (3, 0.3, 0.2)])
-def test_a_pretrained_vit_sees_gray_patches_as_it_saw_gray_pictures(
-    tmp_path: Path, channels: int, mean: float, std: float
-) -> None:
+@pytest.mark.parametrize("channels", [1, 3])
+def test_a_pretrained_vit_sees_gray_patches_as_it_saw_gray_pictures(tmp_path: Path, channels: int) -> None:
     vit = saved_vit(tmp_path, channels)
-    model = models.DenoisingViT.from_pretrained(tmp_path, pixel_mean=mean, pixel_std=std).double().eval()
+    model = models.DenoisingViT.from_pretrained(tmp_path).double().eval()
     assert (model.patch_size, model.grid, model.layers, model.feedforward_width) == (16, (3, 3), 2, 20)
     pictures = frames(12, 12)
-    states = states_of(vit, ((pictures - mean) / std).expand(-1, channels, -1, -1))
+    states = states_of(vit, ((pictures - 0.5) / 0.5).expand(-1, channels, -1, -1))
     for found, want in zip(model.reconstructions(to_patches(pictures, 4, "space")), states, strict=True):
         torch.testing.assert_close(found, read_by_hand(model, want), rtol=1e-5, atol=1e-5)  # stored in float32
 
