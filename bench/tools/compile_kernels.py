@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import multiprocessing
 import os
 import re
@@ -34,8 +35,6 @@ from triton.runtime.jit import JITFunction
 
 from cdt_fast import ops
 from cdt_fast.files import write_text
-from cdt_fast.kernels import denoising_layer
-from cdt_fast.kernels.layerwise_cross_entropy import cross_entropy_
 from cdt_fast.models import DUST
 from cdt_fast.ops import common
 from cdt_fast.ops.common import CARDS, KERNEL_DTYPES, GpuSpec
@@ -58,8 +57,6 @@ LOADS = re.compile(
 )
 # Constants that are added to addresses in shared memory: the upper half says how the tile there is swizzled.
 DESCRIPTORS = re.compile(r"(?:add\.s64|or\.b64)\s+%rd\d+, (%rd\d+), (-?\d+);")
-# Library products, and which argument is the left factor.
-PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "addmv": 1, "mv": 0}
 
 
 class Launch(NamedTuple):
@@ -73,22 +70,10 @@ class OperatorsOnMeta(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function.namespace != "cdt_fast":
-            return self.library_call(function, args, kwargs or {})
+            return function(*args, **(kwargs or {}))
         with self:
             keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
             return torch.library.get_kernel(function, "CUDA").call_boxed(keys, *args, **(kwargs or {}))
-
-    def library_call(self, function: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operation of torch's own."""
-        if function is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
-            return True  # Adam compares its rate, which has no value, with zero
-        place = PRODUCTS.get(function.overloadpacket.__name__)
-        dtype = next((one for one in args if isinstance(one, torch.dtype)), None)
-        if place is None or dtype is None:
-            return function(*args, **kwargs)
-        left, right = args[place : place + 2]  # torch has no shapes for products with an out_dtype
-        out = kwargs.get("out")
-        return left.new_empty((*left.shape[:-1], right.shape[-1]), dtype=dtype) if out is None else out
 
 
 @contextlib.contextmanager
@@ -132,58 +117,39 @@ def call_ops(dtype: torch.dtype, with_flags: bool = True) -> None:
     every, short = with_flags and dtype == torch.bfloat16, dtype.itemsize == 2
     lengths, targets = torch.empty(2, 3200, dtype=torch.int64, device="meta")
     weights, numbers = torch.empty(6, device="meta"), {"step": 0.1, "threshold": 0.1}
-    attend = ops.symmetric_attention
-    for batch, tokens, width in ((3200, 20, 256), (512, 64, 64), (64, 1024, 64), (64, 1024, 128), (64, 1024, 256)):
+    shapes = [(3200, 20, 256), (512, 64, 64), (64, 1024, 64), (64, 1024, 128), (64, 1024, 256)]
+    # Shorter sequences, and rows that are not aligned.
+    for batch, tokens, width in shapes + [(64, 160, 64), (64, 160, 128), (64, 1024, 97), (64, 1024, 225)] * every:
         z = tensor(batch, tokens, width)
-        differentiate(attend, z)
-        if every and width == 256:
-            differentiate(attend, z, tensor(batch, tokens, width))
-            differentiate(attend, z, lengths=lengths[:batch])
-            differentiate(attend, z, energy=True)
-    # Short and long sequences, rows that are not aligned, and all that takes registers.
-    for tokens, width in ((160, 64), (160, 128), (1024, 64), (1024, 128), (1024, 97), (1024, 225)) if every else ():
-        z = tensor(64, tokens, width)
-        differentiate(attend, z)
-        differentiate(attend, z, energy=True)
-        differentiate(attend, z, tensor(64, tokens, width), lengths=lengths[:64], energy=True)
-    for width in (256, 64):
+        flags = {"values": tensor(batch, tokens, width), "lengths": lengths[:batch], "energy": True}
+        for given in ({}, {"energy": True}, flags)[: 3 if every else 1]:
+            differentiate(ops.symmetric_attention, z, **given)
+    for width, nonlinearity in itertools.product((256, 64), ("soft_threshold", "relu")[: 1 + every]):
         step = tensor(64_000, 1024), tensor(64_000, width), tensor(width, 1024)
-        for nonlinearity in ("soft_threshold", "relu") if every else ("soft_threshold",):
-            differentiate(ops.lista_step, *step, **numbers, nonlinearity=nonlinearity)
+        differentiate(ops.lista_step, *step, **numbers, nonlinearity=nonlinearity)
     differentiate(ops.residual_linear, tensor(16_000, 768), tensor(768, 768), tensor(16_000, 768))
-    for vocabulary in (128_256, 50_257, 32_000, 10) if every else (128_256,):
+    for vocabulary in (128_256, 50_257, 32_000, 10)[: 4 if every else 1]:
         depths = [tensor(3200, 64) for _ in range(3)], tensor(vocabulary, 64), targets
         differentiate(lambda *depths: ops.layerwise_cross_entropy(*depths)[1], *depths)
         for flags in ({}, {"softcap": 30.0, "label_smoothing": 0.1})[: 1 + every]:
             differentiate(ops.layerwise_cross_entropy, *depths, depth_weights=weights[:3], **flags)
-    if every:
-        vectors = torch.empty(3, 3200, device="meta")
-        shard: dict[str, Any] = {"first": 64_128, "classes": 128_256, "log_sums": vectors[0]}
-        for losses, scales in ((vectors[1], None), (None, vectors[2])):
-            cross_entropy_(tensor(3200, 64_128), 64_128, targets, losses, scales, -100, None, 0.0, **shard)
     depths = [tensor(64_000, 256) for _ in range(6)]
     differentiate(ops.layerwise_reconstruction_loss, depths, depths[0].detach(), depth_weights=weights)
     # Under autocast the target stays in float32. 225 pixels: rows that are not aligned.
     sizes = (256, dtype), (256, torch.float32), (64, torch.float32), (225, dtype)
     for width, target_dtype in sizes[not every :] if short else ():
-        projection, dictionary = tensor(3200, 20, width), tensor(width, 1024)
-        signal, target = projection.detach(), torch.empty(3200, 20, width, dtype=target_dtype, device="meta")
+        dictionary, target = tensor(width, 1024), torch.empty(3200, 20, width, dtype=target_dtype, device="meta")
+        projection, signal = tensor(3200, 20, width), tensor(3200, 20, width).detach()
         given: dict[str, Any] = {**numbers, "projection": projection, "target": target}
-        variants = ({}, {"lengths": lengths}, {"next_dictionary": tensor(width, 1024)})
-        for flags in variants if every and width == 256 else ():
-            for codes in (tensor(3200, 20, 1024), None):
-                differentiate(ops.unrolled_layer, codes, signal, dictionary, **given, **flags)
-        model = DUST(width, 1024, 3).to("meta", dtype)
-        differentiate(model.layer_losses, signal, target, weights[:4])
-    for atoms in (512, 256)[: 1 + every] if short else ():
-        rows, variance = tensor(3200, 5, 256), weights.new_empty(3200, 5)
-        layer = rows, rows, tensor(256, atoms), weights.new_empty(atoms), weights.new_empty(3)
-        options: Any = {"processors": common.card_of(rows).processors}
-        denoising_layer.forward(*layer, **options, blocks=common.blocks_for(denoising_layer.BLOCKS, rows))
-        options["blocks"] = common.blocks_for(denoising_layer.BACKWARD_BLOCKS, rows)
-        for upstream in ((rows, variance), (rows, None), (None, variance)):
-            for needed in (True, False) if every else (True,):
-                denoising_layer.backward(*layer, *upstream, needed, **options)
+        flags = ({}, {"lengths": lengths}, {"next_dictionary": tensor(width, 1024)}) if every and width == 256 else ()
+        for more, codes in itertools.product(flags, (tensor(3200, 20, 1024), None)):
+            differentiate(ops.unrolled_layer, codes, signal, dictionary, **given, **more)
+        differentiate(DUST(width, 1024, 3).to("meta", dtype).layer_losses, signal, target, weights[:4])
+    scalars = {name: tensor() for name in ("scale", "self_bias", "sharpness")}
+    for atoms, part in itertools.product((512, 256)[: 1 + every] if short else (), (slice(2), slice(1))):
+        for dictionary in (tensor(256, atoms), tensor(256, atoms).detach())[: 1 + every]:
+            layer = tensor(3200, 5, 256), tensor(3200, 5, 256), dictionary, tensor(atoms)
+            differentiate(lambda *layer, part=part: ops.denoising_layer(*layer, **scalars)[part], *layer)
 
 
 class Driver:
@@ -299,12 +265,6 @@ def _worst(some: Sequence[Compiled]) -> str:
     return f"{words} **spills {spilled}**" if spilled else words
 
 
-def write_between(path: Path, name: str, text: str) -> None:
-    """Replace what stands in the document between `<!-- name -->` and `<!-- end -->`."""
-    before, old = path.read_text(encoding="utf-8").split(f"<!-- {name} -->\n")
-    write_text(path, f"{before}<!-- {name} -->\n\n{text}\n\n<!-- end -->{old.partition('<!-- end -->')[2]}")
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; the exit status is 1 if a specialization has a fault."""
     parser = argparse.ArgumentParser(prog="python -m cdt_fast.bench.tools.compile_kernels", description=__doc__)
@@ -325,8 +285,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     text = f"{len(every)} specializations compiled with Triton {triton.__version__}, faults: {len(faults) or 'none'}."
     print(as_markdown(rows), "", text, *dict.fromkeys(faults), sep="\n")
     if options.write:
-        first = [[row[0], *row[2:]] for row in rows if row[1] in ("", options.mode[0])]
-        write_between(DOCUMENT, "compile_kernels", f"{text}\n\n{as_markdown(first)}")
+        first = as_markdown([[row[0], *row[2:]] for row in rows if row[1] in ("", options.mode[0])])
+        before, mark, rest = DOCUMENT.read_text("utf-8").partition("<!-- compile_kernels -->\n")
+        _, end, after = rest.partition("<!-- end -->")
+        write_text(DOCUMENT, f"{before}{mark}\n{text}\n\n{first}\n\n{end}{after}")
     return 1 if faults else 0
 
 
