@@ -55,14 +55,8 @@ def case_as_text(case: Case) -> str:
 
 
 def quick_table(cases: Sequence[Case]) -> str:
-    """A row for each case, in which torch.compile is the only peer."""
-    rows = [["case", "eager", "torch.compile", "cdt_fast", "× eager", "× torch.compile", "MiB (eager)"]]
-    for case in cases:
-        words = {"peer": "", **{one["role"]: _words(one)[2] for one in case["implementations"].values()}}
-        _, over_eager, over_peer, peak = _figures(case, "")
-        times = (words[role] for role in ("eager", "peer", "ours"))
-        rows.append([case["case"].partition(":")[0], *times, over_eager, over_peer.partition(" ")[0], peak])
-    return as_text(rows)
+    """A row for each case, as in the document."""
+    return as_text(_table(cases, ()))
 
 
 def _words(one: Case) -> list[str]:
@@ -123,7 +117,7 @@ def _table(cases: Sequence[Case], notes: Sequence[str]) -> list[list[str]]:
     dtypes = list(dict.fromkeys(case["dtype"] for case in cases))
     rows: dict[str, dict[str, list[str]]] = defaultdict(dict)
     for case in cases:
-        mark = f" ({notes.index(case['note']) + 1})" if case["note"] else ""
+        mark = f" ({notes.index(case['note']) + 1})" if case["note"] in notes else ""
         rows[case["case"].replace(f", {case['dtype']}", "")][case["dtype"]] = _figures(case, mark)
     head = ["case", *(word for dtype in dtypes for word in (dtype, "× baseline", "× best peer", "MiB"))]
     found = ([word for dtype in dtypes for word in one.get(dtype, [""] * 4)] for one in rows.values())

@@ -81,7 +81,7 @@ class Trainer:
         if graphs is None and self.execution.captured:
             graphs = CudaGraphs(device)
         groups = getattr(self.model, "parameter_groups", None)
-        trained = groups() if groups else [each for each in self.model.parameters() if each.requires_grad]
+        trained = groups() if groups else self.model.parameters()
         # Eager steps on a GPU update as captured ones do, so that both come to the same weights.
         on_device = graphs is not None or device.type == "cuda"
         self.optimizer = build_optimizer(trained, self.workload.lr, on_device=on_device)
@@ -312,7 +312,7 @@ class Trainer:
             "step": self.step,
             "steps": self.workload.steps,
             "run": run_identity(self.settings),
-            "model": self._trained_weights(),
+            "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "constraints": self.constraints.state_dict(),
             "best": self.best,
@@ -321,12 +321,6 @@ class Trainer:
             "random": torch.get_rng_state(),
             "random_cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
         }
-
-    def _trained_weights(self) -> dict[str, Tensor]:
-        """Return the weights without the frozen ones, which a resumed run takes from where this one took them."""
-        named = self.model.named_parameters(remove_duplicate=False)  # tied weights go by two names
-        frozen = {name for name, parameter in named if not parameter.requires_grad}
-        return {name: value for name, value in self.model.state_dict().items() if name not in frozen}
 
     def load(self, state: dict[str, Any]) -> None:
         """Continue from the state of a checkpoint; InputError: it belongs to other settings or other data."""
@@ -340,9 +334,7 @@ class Trainer:
                 "trained on so far"
             )
         try:
-            if state["model"].keys() != self._trained_weights().keys():
-                raise KeyError("other weights")
-            self.model.load_state_dict({**self.model.state_dict(), **state["model"]})
+            self.model.load_state_dict(state["model"])
             load_optimizer_state(self.optimizer, state["optimizer"])
             self.constraints.load_state_dict(state["constraints"])
             self._logged_sums.copy_(state["logged_sums"])
