@@ -1,4 +1,4 @@
-"""Atomic writes and size-limited reads."""
+"""Atomic writes, and reads whose errors name the file."""
 
 import errno
 import fcntl
@@ -14,8 +14,6 @@ from typing import IO, Any
 from pydantic import TypeAdapter, ValidationError
 
 from cdt_fast.checks import InputError
-
-MAX_JSON_BYTES = 64 << 20  # of the largest JSON or TOML file that is read: none of this package comes near it
 
 
 @contextmanager
@@ -72,15 +70,15 @@ def write_json(path: str | os.PathLike[str], value: Any) -> None:
 
 
 def read_json(path: str | os.PathLike[str], kind: Any = Any) -> Any:
-    """Read a JSON file of at most `MAX_JSON_BYTES` that holds a `kind`, see `parsed_json`.
+    """Read a JSON file that holds a `kind`, see `parsed_json`.
 
-    InputError: the file is missing, cannot be read, is too large, is not whole, or does not hold a `kind`.
+    InputError: the file is missing, cannot be read, is not whole, or does not hold a `kind`.
     """
     return parsed_json(_content(path, "JSON"), str(path), kind)
 
 
 def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read a TOML file of at most `MAX_JSON_BYTES`; InputError: it is missing, unreadable, too large or no TOML."""
+    """Read a TOML file; InputError: it is missing, unreadable or no TOML."""
     content = _content(path, "TOML")
     try:
         return tomllib.loads(content.decode("utf-8"))
@@ -108,13 +106,9 @@ def parsed_json(text: str | bytes, where: str, kind: Any = Any) -> Any:
 
 def _content(path: str | os.PathLike[str], form: str) -> bytes:
     try:
-        with open(path, "rb") as file:
-            content = file.read(MAX_JSON_BYTES + 1)
+        return Path(path).read_bytes()
     except OSError as error:
         raise InputError(f"{path}: cannot be read as {form} ({error.strerror})") from error
-    if len(content) > MAX_JSON_BYTES:
-        raise InputError(f"{path}: is larger than {MAX_JSON_BYTES >> 20} MiB, the most that is read of such a file")
-    return content
 
 
 def shown(value: Any) -> str:

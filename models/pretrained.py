@@ -85,9 +85,6 @@ def load_pretrained(folder: str | os.PathLike[str]) -> PretrainedModel:
         tensors = {name: value.clone() for name, value in load(path.read_bytes()).items()}
     except (OSError, SafetensorError) as error:
         raise InputError(f"{path}: cannot be read, or is cut short ({error})") from error
-    for key, value in tensors.items():
-        if not value.is_floating_point():
-            raise InputError(f"{path}: {key} must be floating-point numbers, got {value.dtype}")
     try:
         # As they are: a constructor builds in torch's default dtype, and to copy would cast.
         model.load_state_dict(tensors, assign=True)
