@@ -7,7 +7,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 from cdt_fast.checks import InputError
 from cdt_fast.experiments import Experiment, PlannedRun
@@ -22,15 +22,6 @@ from cdt_fast.training.task import Table
 _TIMED_STEPS = 3
 
 
-class _Times(NamedTuple):
-    """The steps of a training, and the seconds of its parts."""
-
-    steps: int
-    step: float
-    validation: float
-    evaluation: float
-
-
 def forecast(experiment: Experiment, planned: Sequence[PlannedRun]) -> tuple[float, Any]:
     """Return how many minutes the runs will take, from a few steps and a validation of each kind of network, and the
     data, which are those of all of them.
@@ -43,18 +34,19 @@ def forecast(experiment: Experiment, planned: Sequence[PlannedRun]) -> tuple[flo
         if data.sizes[name] != size:
             found = f"holds {data.sizes[name]:,} {name}, not the {size:,} of {experiment.source}"
             raise InputError(f"{settings.data.source}: {found}")
-    seconds, known = 0.0, dict[Any, _Times]()
+    seconds, known = 0.0, dict[Any, tuple[int, float, float, float]]()
     for run in progress_bar(planned, desc="forecast", unit="run"):
         kind = run.cell.layers, run.run
         if kind not in known:
             known[kind] = _times(run, data)
-        times, training = known[kind], run.settings.training
-        left = times.steps - saved_step(RunFolder(run.path).checkpoint)
-        seconds += left * times.step + left / training.validate_every * times.validation + times.evaluation
+        steps, step, validation, evaluation = known[kind]
+        left = steps - saved_step(RunFolder(run.path).checkpoint)
+        seconds += left * step + left / run.settings.training.validate_every * validation + evaluation
     return seconds / 60, data
 
 
-def _times(run: PlannedRun, data: Any) -> _Times:
+def _times(run: PlannedRun, data: Any) -> tuple[int, float, float, float]:
+    """Return the steps of a training, and the seconds of a step, a validation and the evaluation."""
     settings = run.settings
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(RunFolder(folder), settings, task_of(settings), data)
@@ -66,7 +58,7 @@ def _times(run: PlannedRun, data: Any) -> _Times:
             ends.append(time.perf_counter())
     *steps, validation, level = (end - start for start, end in pairwise(ends))
     evaluation = level * (len(settings.evaluation.gammas) + 1) * len(data.test) / len(data.validation)
-    return _Times(trainer.workload.steps, sum(steps) / _TIMED_STEPS, validation, evaluation)
+    return trainer.workload.steps, sum(steps) / _TIMED_STEPS, validation, evaluation
 
 
 def results_table(experiment: Experiment, planned: Sequence[PlannedRun]) -> Table:
