@@ -9,7 +9,6 @@ stage, always in the same order.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -119,11 +118,10 @@ def backward(
     factors: Tensor,
     needs: Sequence[bool],
     blocks: Mapping[str, Any],
-) -> list[Tensor]:
-    """Return the gradients that are needed, of the depths and last of the target.
+) -> list[Tensor | None]:
+    """Return the gradients of the depths and last of the target, those that are needed.
 
-    The factors are `[depths]` float32, `2 dℓ_l / tokens`; a depth whose
-    factor is 0 gets a gradient of zeros.
+    The factors are `[depths]` float32, `2 dℓ_l / tokens`; a depth whose factor is 0 gets a gradient of zeros.
     """
     tensors = [*reconstructions, target]
     gradients = [
@@ -144,4 +142,4 @@ def backward(
             WRITTEN=sum(1 << depth for depth, needed in enumerate(needs[:-1]) if needed),
             **blocks,
         )
-    return list(itertools.compress(gradients, needs))
+    return [gradient if needed else None for gradient, needed in zip(gradients, needs, strict=True)]

@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple, Self, TypeVar, get_args
 import torch
 from torch import Tensor
 from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
+from torch._library.autograd import supports_tensorlist
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_map_only
 
@@ -347,15 +348,6 @@ def _is_transformed(tensor: Tensor) -> bool:
     return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
 
 
-def caller(direct: Any, operator: Any, *tensors: Tensor | None) -> Callable[..., Any]:
-    """Return the way to run an op on these tensors: autograd function, forward without a gradient, or operator."""
-    if not is_plain_eager(*tensors):
-        return operator
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors if tensor is not None):
-        return direct.apply
-    return direct.forward
-
-
 def define(name: str, function: Callable[..., Any], fake: Callable[..., Any], schema: str | None = None) -> Any:
     """Define the operator `torch.ops.cdt_fast.<name>` with the shapes that `fake` makes of tensors without values.
 
@@ -374,26 +366,80 @@ def define(name: str, function: Callable[..., Any], fake: Callable[..., Any], sc
 
 _SCHEMA_TYPES = (
     *((r"common\.\w+", "str"), (r"torch\.dtype", "ScalarType"), (r"\bint\b", "SymInt"), (r" \| None", "?")),
-    *((r"list\[(\w+)\]", r"\1[]"), (r"tuple\[(.*)\]$", r"(\1)")),
+    *((r"list\[(\w+)\??\]", r"\1[]"), (r"tuple\[(.*)\]$", r"(\1)")),
 )
 
 
-def differentiable(name: str, forward: Any, fake: Any, setup_context: Any, backward: Any) -> tuple[Any, Any]:
-    """Make an op that can be differentiated once: its autograd function, and its operator as in `define`.
+def differentiable(
+    name: str, forward: Any, fake: Any, setup_context: Any, backward: Any, schema: str | None = None
+) -> Callable[..., Any]:
+    """Make an op that can be differentiated once, a function of the arguments of `forward`.
 
-    `backward` is called with at least one gradient, and returns those of the first inputs.
+    In plain eager mode it is an autograd function, else the operator `name` as in `define`. `backward` is called with
+    at least one gradient, and returns those of the first inputs.
     """
 
-    @once_differentiable(name)
-    def whole_backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        found = () if all(grad is None for grad in grads) else tuple(backward(ctx, *grads))
-        return found + (None,) * (len(ctx.needs_input_grad) - len(found))
+    def prepare(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.set_materialize_grads(False)
+        setup_context(ctx, inputs, output)
 
-    methods = {"forward": forward, "setup_context": setup_context, "backward": whole_backward}
-    direct = type(name, (torch.autograd.Function,), {name: staticmethod(method) for name, method in methods.items()})
-    operator = define(name, forward, fake)
-    operator.register_autograd(whole_backward, setup_context=setup_context)
-    return direct, operator
+    def direct_forward(ctx: Any, *inputs: Any) -> Any:
+        output = forward(*inputs)
+        prepare(ctx, inputs, output)
+        return output
+
+    @once_differentiable(name)
+    def whole_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        missing = all(grad is None for grad in grads if not isinstance(grad, list))
+        found = () if missing else tuple(backward(ctx, *grads))
+        others = ctx.needs_input_grad[len(found) :]
+        return (*found, *([None] * len(needs) if isinstance(needs, list) else None for needs in others))
+
+    operator = define(name, forward, fake, schema)
+    operator.register_autograd(whole_backward, setup_context=prepare)
+    methods = {"forward": staticmethod(direct_forward), "backward": staticmethod(whole_backward)}
+    direct: Any = type(name, (torch.autograd.Function,), methods)
+    if "Tensor[]" in str(operator._opoverload._schema):
+        direct = supports_tensorlist(direct)
+
+    def call(*arguments: Any) -> Any:
+        tensors = _tensors_in(arguments)
+        if not is_plain_eager(*tensors):
+            return operator(*arguments)
+        needs = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+        return direct.apply(*arguments) if needs else forward(*arguments)
+
+    return call
+
+
+def gradients_of(op: str, like: Callable[..., Sequence[Tensor | None]]) -> Callable[..., Callable[..., Any]]:
+    """Decorate what returns the gradients of an op, one for each input; `needs`, its last argument, says which count.
+
+    Except in plain eager mode it is the operator `<op>_backward`, whose results have the shapes and dtypes of `like`.
+    """
+
+    def decorate(function: Callable[..., Sequence[Tensor | None]]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def needed(*arguments: Any) -> list[Tensor]:
+            return compress(function(*arguments), arguments[-1])
+
+        def fake(*arguments: Any) -> list[Tensor]:
+            return [tensor.new_empty(tensor.shape) for tensor in compress(like(*arguments), arguments[-1])]
+
+        operator = define(f"{op}_backward", needed, fake)
+
+        def call(*arguments: Any) -> list[Tensor | None]:
+            run = needed if is_plain_eager(*_tensors_in(arguments)) else operator
+            return scatter(run(*arguments), arguments[-1])
+
+        return call
+
+    return decorate
+
+
+def _tensors_in(arguments: Sequence[Any]) -> list[Tensor]:
+    lists = (one if isinstance(one, list) else [one] for one in arguments)
+    return [one for some in lists for one in some if isinstance(one, Tensor)]
 
 
 def once_differentiable(op: str) -> Callable[[Function], Function]:
@@ -758,7 +804,7 @@ def compress(gradients: Sequence[Tensor | None], needs: Sequence[bool]) -> list[
     return [gradient for gradient, need in zip(gradients, needs, strict=True) if need and gradient is not None]
 
 
-def scatter(gradients: Sequence[Tensor], needs: Sequence[bool]) -> Iterator[Tensor | None]:
+def scatter(gradients: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor | None]:
     """Undo `compress`: None where no gradient is needed."""
     found = iter(gradients)
-    return (next(found) if need else None for need in needs)
+    return [next(found) if need else None for need in needs]

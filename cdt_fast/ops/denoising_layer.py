@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -76,7 +75,7 @@ def denoising_layer(
     widths = rows.shape[2], dictionary.shape[1], rows.shape[2]
     fits = fused_unsupported_reason(rows.shape[1], widths, dtype, rows.device) is None
     if fits and common.choose_backend("denoising_layer", rows, multiplies=True) == "triton":
-        tokens, variance = common.caller(_direct, _operator, *tensors)(*tensors)
+        tokens, variance = _layer(*tensors)
     else:
         with common.without_autocast(rows):
             tokens, variance = _formula(rows, alike, dictionary.to(dtype), *tensors[3:])
@@ -142,6 +141,7 @@ def _forward_fake(signal: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(signal), signal.new_empty(signal.shape[:2])
 
 
+@common.gradients_of("denoising_layer", lambda *arguments: arguments[:5])
 @common.outside_autocast
 def _gradients(
     signal: Tensor,
@@ -152,8 +152,8 @@ def _gradients(
     grad_tokens: Tensor | None,
     grad_variance: Tensor | None,
     needs: list[bool],
-) -> list[Tensor]:
-    """Return the gradients that are needed, in the order of the arguments."""
+) -> list[Tensor | None]:
+    """Return the gradients of the first five arguments."""
     from cdt_fast.kernels import denoising_layer as kernels
 
     blocks, processors = common.blocks_for(kernels.BACKWARD_BLOCKS, signal), common.card_of(signal).processors
@@ -163,25 +163,16 @@ def _gradients(
     *firsts, grad_thresholds, grad_parameters, grad_dictionary = kernels.backward(*given)
     tensors = signal, features, dictionary, thresholds, parameters
     found = *firsts, grad_dictionary, grad_thresholds, grad_parameters
-    found = [None if each is None else each.to(of.dtype) for each, of in zip(found, tensors, strict=True)]
-    return common.compress(found, needs)
+    return [None if each is None else each.to(of.dtype) for each, of in zip(found, tensors, strict=True)]
 
 
-def _gradients_fake(*arguments: Any) -> list[Tensor]:
-    return [tensor.new_empty(tensor.shape) for tensor in common.compress(arguments[:5], arguments[-1])]
+def _backward(ctx: Any, *grads: Tensor | None) -> list[Tensor | None]:
+    upstream: Any = (None if grad is None else grad.contiguous() for grad in grads)
+    return _gradients(*ctx.saved_tensors, *upstream, list(ctx.needs_input_grad))
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs)
-
-
-def _backward(ctx: Any, grad_tokens: Tensor | None, grad_variance: Tensor | None) -> Iterator[Tensor | None]:
-    saved, needs = ctx.saved_tensors, list(ctx.needs_input_grad[:5])
-    call: Any = _gradients if common.is_plain_eager(grad_tokens, grad_variance, *saved) else _gradients_operator
-    grads = (None if grad is None else grad.contiguous() for grad in (grad_tokens, grad_variance))
-    return common.scatter(call(*saved, *grads, needs), needs)
-
-
-_direct, _operator = common.differentiable("denoising_layer", _forward, _forward_fake, _setup_context, _backward)
-_gradients_operator = common.define("denoising_layer_backward", _gradients, _gradients_fake)
+_layer = common.differentiable(
+    *("denoising_layer", _forward, _forward_fake),
+    lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+    _backward,
+)

@@ -120,10 +120,9 @@ def layerwise_cross_entropy(
     common.refuse_transforms("layerwise_cross_entropy", weight, bias, weights, *hidden_states)
     hidden, dtype = common.detach_zero_weighted(hidden_states, weights), common.compute_dtype(hidden_states[0])
     needs = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (weight, bias, *hidden)]
-    call = common.caller(_CrossEntropy, None, weight, bias, class_weights, weights, *per_depth_targets, *hidden)
     # A classifier's gradients of the logits are smaller than those of its hidden states, which would have to be scaled.
-    keeps = call is not None and any(needs) and rows <= weight.shape[1]
-    keeps = keeps and sum(depth.shape[:-1].numel() for depth in hidden) > FEW_ROWS
+    keeps = any(needs) and rows <= weight.shape[1] and sum(depth.shape[:-1].numel() for depth in hidden) > FEW_ROWS
+    keeps = keeps and common.is_plain_eager(weight, bias, class_weights, weights, *per_depth_targets, *hidden)
     options = _Options(
         ignore_index=ignore_index,
         label_smoothing=smoothing,
@@ -147,8 +146,7 @@ def layerwise_cross_entropy(
     )
     head = weight, None if bias is None else bias.to(weight.dtype)
     tensors = *head, per_depth_targets, class_weights, None if weights is None else weights.detach()
-    results = _operator(hidden, *tensors, *options) if call is None else call(*tensors, options, *hidden)
-    total, per_depth = results[:2]
+    total, per_depth, *_ = _losses(hidden, *tensors, *options)
     if weights is not None:
         per_depth = per_depth.detach()
     if weights is not None and weights.requires_grad:
@@ -679,14 +677,14 @@ class _Gradients:
 
 @common.outside_autocast
 def _forward(
+    hidden: list[Tensor],  # [..., d] each
     weight: Tensor,
     bias: Tensor | None,
     targets: list[Tensor],  # one tensor, or one a depth
     class_weights: Tensor | None,  # [V]
     depth_weights: Tensor | None,  # [depths]
-    options: _Options,
-    *hidden: Tensor,  # [..., d] each
-) -> tuple[Tensor, ...]:
+    *flat: Any,  # options
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """Return the total `[]`, the losses `[depths]`, a factor `[]`, and what the backward starts from.
 
     If it is fused, that is the gradients that are needed, of sums over the tokens; else, if they are kept, those of the
@@ -695,6 +693,7 @@ def _forward(
     The factor, one over the number of tokens or one, waits for the backward so that a loss scale meets it: in float16
     the quotients alone would underflow.
     """
+    options = _Options(*flat)
     device, wide, depths = weight.device, options.wide, len(hidden)
     number, rows = _select_rows(depths, weight, targets, class_weights, options)
     head, matrices = _Head(weight, bias, options), [common.rows_of(depth) for depth in hidden]
@@ -726,7 +725,7 @@ def _forward(
         factor = factor / (number if isinstance(number, int) else torch.where(number == 0, 1.0, number))
     total = torch.dot(weights, per_depth)
     found = kept if gradients is None else gradients.found(hidden[0].shape, len(weight), wide)
-    return total, per_depth, factor, *found
+    return total, per_depth, factor, found
 
 
 def _forward_fake(hidden: list[Tensor], weight: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
@@ -793,10 +792,10 @@ def _scale(
     return found
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    weight, bias, targets, class_weights, depth_weights, ctx.options, *hidden = inputs
-    _, _, factor, *found = output
-    ctx.set_materialize_grads(False)
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    hidden, weight, bias, targets, class_weights, depth_weights, *flat = inputs
+    _, _, factor, found = output
+    ctx.options = _Options(*flat)
     # What is found stays differentiable, so that a second derivative of a fused call is seen, and refused.
     ctx.mark_non_differentiable(factor)
     ctx.depths, ctx.own_targets, ctx.weight_dtype = len(hidden), len(targets), weight.dtype
@@ -805,10 +804,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.save_for_backward(factor, *inputs, *found)
 
 
-def _find(ctx: Any, grad_total: Tensor | None, grad_per_depth: Tensor | None) -> tuple[list[Tensor | None], Any, Any]:
+def _backward(ctx: Any, grad_total: Tensor | None, grad_per_depth: Tensor | None, *_: Any) -> tuple[Any, ...]:
     """Return the gradients of the hidden states, the weight and the bias."""
-    if grad_total is None and grad_per_depth is None:
-        return [None] * ctx.depths, None, None
     factor, *saved = ctx.saved_tensors
     options, depths = ctx.options, ctx.depths
     factors = factor.new_zeros(depths)
@@ -831,47 +828,11 @@ def _find(ctx: Any, grad_total: Tensor | None, grad_per_depth: Tensor | None) ->
     return of_hidden, of_weight, of_bias
 
 
-class _CrossEntropy(torch.autograd.Function):
-    forward = staticmethod(_forward)
-    setup_context = staticmethod(_setup_context)
-
-    @staticmethod
-    @common.once_differentiable("layerwise_cross_entropy")
-    def backward(ctx: Any, grad_total: Tensor | None, grad_per_depth: Tensor | None, *_: None) -> tuple[Any, ...]:
-        of_hidden, of_weight, of_bias = _find(ctx, grad_total, grad_per_depth)
-        return of_weight, of_bias, None, None, None, None, *of_hidden
-
-
-# An operator takes the depths as a list, whose elements `torch.autograd.Function` would not see.
-
-
-def _run(hidden: list[Tensor], *others: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    weight, bias, targets, class_weights, depth_weights, *flat = others
-    options = _Options(*flat)
-    total, per_depth, factor, *found = _forward(weight, bias, targets, class_weights, depth_weights, options, *hidden)
-    return total, per_depth, factor, found
-
-
-@common.once_differentiable("layerwise_cross_entropy")
-def _operator_backward(ctx: Any, grad_total: Tensor | None, grad_per_depth: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    of_hidden, of_weight, of_bias = _find(ctx, grad_total, grad_per_depth)
-    of_targets = [None] * ctx.own_targets
-    return of_hidden, of_weight, of_bias, of_targets, None, None, *[None] * len(_Options._fields)
-
-
 _HEAD = "Tensor weight, Tensor? bias, Tensor[] targets, Tensor? class_weights"
 _OPTIONS = ", ".join(f"{kind.__forward_arg__} {name}" for name, kind in _Options.__annotations__.items())
-_operator = common.define(
-    "layerwise_cross_entropy",
-    _run,
-    _forward_fake,
+_losses = common.differentiable(
+    *("layerwise_cross_entropy", _forward, _forward_fake, _setup_context, _backward),
     f"(Tensor[] hidden, {_HEAD}, Tensor? depth_weights, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor[])",
-)
-_operator.register_autograd(
-    _operator_backward,
-    setup_context=lambda ctx, inputs, output: _setup_context(
-        ctx, (*inputs[1:6], _Options(*inputs[6:]), *inputs[0]), (*output[:3], *output[3])
-    ),
 )
 _gradients_operator = common.define(
     "layerwise_cross_entropy_backward",

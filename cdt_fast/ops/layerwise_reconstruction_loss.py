@@ -62,9 +62,7 @@ def layerwise_reconstruction_loss(
     depths = common.detach_zero_weighted(reconstructions, weights)
     # The tensors may differ in dtype: the kernel has to be able to load each.
     backend = common.choose_backend("layerwise_reconstruction_loss", *reconstructions, target)
-    call = common.caller(_ReconstructionLoss, None, target, *depths)
-    arguments = target, common.padding_mask(lengths, target), reduction, backend
-    per_depth = _operator(depths, *arguments) if call is None else call(*arguments, *depths)
+    per_depth = _losses(depths, target, common.padding_mask(lengths, target), reduction, backend)
     if weights is None:
         return common.LayerwiseLosses(per_depth.sum() if len(per_depth) > 1 else per_depth.squeeze(0), per_depth)
     weights = common.on_device(weights, per_depth.device, per_depth.dtype)
@@ -77,8 +75,8 @@ def layerwise_reconstruction_loss_reference(reconstructions: Sequence[Tensor], t
 
 
 @common.outside_autocast
-def _losses(
-    target: Tensor, padding: Tensor | None, reduction: common.Reduction, backend: str, *reconstructions: Tensor
+def _forward(
+    reconstructions: list[Tensor], target: Tensor, padding: Tensor | None, reduction: common.Reduction, backend: str
 ) -> Tensor:
     """Return the losses `[depths]`, in the widest of the dtypes and at least float32."""
     tokens = _tokens(target, padding)
@@ -95,6 +93,11 @@ def _losses(
     return errors if reduction == "sum" else errors.div_(tokens)
 
 
+def _forward_fake(reconstructions: list[Tensor], target: Tensor, *others: Any) -> Tensor:
+    return target.new_empty(len(reconstructions), dtype=_widest(reconstructions))
+
+
+@common.gradients_of("layerwise_reconstruction_loss", lambda grad, target, _, depths, *others: (*depths, target))
 @common.outside_autocast
 def _gradients(
     grad: Tensor,  # [depths], of the losses
@@ -102,10 +105,10 @@ def _gradients(
     padding: Tensor | None,
     reconstructions: list[Tensor],
     reduction: common.Reduction,
-    needs: list[bool],  # of the depths, and last of the target
     backend: str,
-) -> list[Tensor]:
-    """Return the gradients that are needed, of the depths and last of the target."""
+    needs: list[bool],
+) -> list[Tensor | None]:
+    """Return the gradients of the depths, and last of the target."""
     factors = 2.0 * grad
     if reduction == "mean":
         factors /= _tokens(target, padding)
@@ -141,13 +144,12 @@ def squared_errors(reconstructions: Sequence[Tensor], target: Tensor, padding: T
     """Sum `‖x̂_l − s‖²` over the tokens that count, `[depths]`, in the widest dtype of the depths, at least float32."""
     zero = target.new_zeros((), dtype=_widest(reconstructions))
     sums = [[zero] for _ in reconstructions]
-    for rows, hidden, parts in _blocks(reconstructions, target, padding):
+    for rows, hidden, goal, block in _blocks(target, padding, zero.dtype):
         for own, depth in zip(sums, reconstructions, strict=True):
-            goal, block = parts[_widest([depth])]
             torch.ops.aten.mse_loss.out(_cast(common.rows_of(depth)[rows], block), goal, _NO_REDUCTION, out=block)
             if hidden is not None:
                 block.masked_fill_(hidden, 0.0)
-            own.append(block.sum(dtype=zero.dtype))
+            own.append(block.sum())
     return torch.stack([torch.stack(some).sum() for some in sums])
 
 
@@ -157,7 +159,7 @@ def _gradients_in_torch(
     padding: Tensor | None,
     factors: Sequence[Tensor | None],
     needs: Sequence[bool],
-) -> list[Tensor]:
+) -> list[Tensor | None]:
     """Return `f_l (x̂_l − s)` of the depths that are needed and, if it is, the gradient of the target: minus their sum.
 
     A factor f_l is None if it is known to be zero.
@@ -167,46 +169,42 @@ def _gradients_in_torch(
     wide = _widest([*reconstructions, target])
     total = torch.zeros_like(target, dtype=wide, memory_format=torch.contiguous_format) if needs_target else None
     rows_of_total = None if total is None else common.rows_of(total)
-    gradients: list[Tensor] = []
+    gradients: list[Tensor | None] = []
     work: list[tuple[Tensor, Tensor, Tensor | None]] = []
     for depth, factor, needed in zip(reconstructions, factors, needs, strict=True):
-        if needed:
-            make = torch.zeros_like if factor is None else torch.empty_like
-            gradients.append(make(depth, memory_format=torch.contiguous_format))
+        make = torch.zeros_like if factor is None else torch.empty_like
+        gradient = make(depth, memory_format=torch.contiguous_format) if needed else None
+        gradients.append(gradient)
         if factor is not None and (needed or needs_target):
             # torch's gradient of a square has the 2 that is in the factors already.
-            half = factor.to(torch.promote_types(depth.dtype, torch.float32)) * 0.5
-            work.append((common.rows_of(depth), half, common.rows_of(gradients[-1]) if needed else None))
+            work.append((common.rows_of(depth), factor * 0.5, None if gradient is None else common.rows_of(gradient)))
 
-    for rows, hidden, parts in _blocks([depth for depth, _, _ in work], target, padding):
+    for rows, hidden, goal, block in _blocks(target, padding, _widest(reconstructions)):
         for depth, half, output in work:
-            goal, block = parts[_widest([depth])]
-            if output is not None and output.dtype == block.dtype:
-                block = output[rows]
-            depth = _cast(depth[rows], block)
-            torch.ops.aten.mse_loss_backward.grad_input(half, depth, goal, _SUM, grad_input=block)
+            into = block if output is None or output.dtype != block.dtype else output[rows]
+            torch.ops.aten.mse_loss_backward.grad_input(half, _cast(depth[rows], into), goal, _SUM, grad_input=into)
             if hidden is not None:
-                block.masked_fill_(hidden, 0.0)
+                into.masked_fill_(hidden, 0.0)
             if rows_of_total is not None:
-                rows_of_total[rows] -= block
-            if output is not None and output.dtype != block.dtype:
+                rows_of_total[rows] -= into
+            if output is not None and into is block:
                 output[rows] = block
-    return gradients if total is None else [*gradients, total.to(target.dtype)]
+    return [*gradients, None if total is None else total.to(target.dtype)]
 
 
 def _blocks(
-    depths: Sequence[Tensor], target: Tensor, padding: Tensor | None
-) -> Iterator[tuple[slice, Tensor | None, dict[torch.dtype, tuple[Tensor, Tensor]]]]:
-    """Yield rows, their padding, and for each dtype that a depth is computed in the target and memory for a result."""
+    target: Tensor, padding: Tensor | None, dtype: torch.dtype
+) -> Iterator[tuple[slice, Tensor | None, Tensor, Tensor]]:
+    """Yield rows, their padding, and in the dtype the target and memory for a result."""
     target = common.rows_of(target)
     count, width = target.shape
     hidden = None if padding is None else padding.reshape(count, 1)
     height = max(1, min(count, common.budget(NUMBERS_A_BLOCK, target) // max(1, width)))
-    shared = {dtype: target.new_empty(height, width, dtype=dtype) for dtype in {_widest([depth]) for depth in depths}}
+    memory = target.new_empty(height, width, dtype=dtype)
     for start in range(0, count, height):
         rows = slice(start, min(count, start + height))
-        parts = {dtype: (target[rows].to(dtype), memory[: rows.stop - start]) for dtype, memory in shared.items()}
-        yield rows, None if hidden is None else hidden[rows], parts
+        own = None if hidden is None else hidden[rows]
+        yield rows, own, target[rows].to(dtype), memory[: rows.stop - start]
 
 
 def _cast(depth: Tensor, block: Tensor) -> Tensor:
@@ -215,55 +213,16 @@ def _cast(depth: Tensor, block: Tensor) -> Tensor:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    target, padding, ctx.reduction, ctx.backend, *reconstructions = inputs
-    ctx.set_materialize_grads(False)
+    reconstructions, target, padding, ctx.reduction, ctx.backend = inputs
     ctx.save_for_backward(target, padding, *reconstructions)
 
 
-def _found(ctx: Any, grad: Tensor | None, needs: list[bool]) -> Iterator[Tensor | None]:
-    """Return the gradients of the depths, and last of the target."""
-    if grad is None:
-        return iter([None] * len(needs))
+def _backward(ctx: Any, grad: Tensor) -> tuple[list[Tensor | None], Tensor | None]:
     target, padding, *depths = ctx.saved_tensors
-    call: Any = _gradients if common.is_plain_eager(grad, target, *depths) else _gradients_operator
-    return common.scatter(call(grad, target, padding, depths, ctx.reduction, needs, ctx.backend), needs)
-
-
-class _ReconstructionLoss(torch.autograd.Function):
-    forward = staticmethod(_losses)
-    setup_context = staticmethod(_setup_context)
-
-    @staticmethod
-    @common.once_differentiable("layerwise_reconstruction_loss")
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
-        needs_target, _, _, _, *needs = ctx.needs_input_grad
-        *of_depths, of_target = _found(ctx, grad, [*needs, needs_target])
-        return of_target, None, None, None, *of_depths
-
-
-# An operator takes the depths as a list, whose elements `torch.autograd.Function` would not see.
-
-
-@common.once_differentiable("layerwise_reconstruction_loss")
-def _operator_backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
     needs, needs_target, *_ = ctx.needs_input_grad
-    *of_depths, of_target = _found(ctx, grad, [*needs, needs_target])
-    return of_depths, of_target, None, None, None
+    options = ctx.reduction, ctx.backend, [*needs, needs_target]
+    *of_depths, of_target = _gradients(grad, target, padding, depths, *options)
+    return of_depths, of_target
 
 
-_operator = common.define(
-    "layerwise_reconstruction_loss",
-    lambda reconstructions, *others: _losses(*others, *reconstructions),
-    lambda reconstructions, target, *others: target.new_empty(len(reconstructions), dtype=_widest(reconstructions)),
-    "(Tensor[] reconstructions, Tensor target, Tensor? padding, str reduction, str backend) -> Tensor",
-)
-_operator.register_autograd(
-    _operator_backward, setup_context=lambda ctx, inputs, output: _setup_context(ctx, (*inputs[1:], *inputs[0]), output)
-)
-_gradients_operator = common.define(
-    "layerwise_reconstruction_loss_backward",
-    _gradients,
-    lambda grad, target, padding, depths, reduction, needs, backend: [
-        tensor.new_empty(tensor.shape) for tensor in common.compress([*depths, target], needs)
-    ],
-)
+_losses = common.differentiable("layerwise_reconstruction_loss", _forward, _forward_fake, _setup_context, _backward)

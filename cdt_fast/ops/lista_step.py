@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -50,8 +49,7 @@ def lista_step(
     fits = signal.shape[-1] <= common.WIDEST  # wider residuals do not fit a block of the kernel
     backend = common.choose_backend("lista_step", rows, multiplies=True) if fits else "torch"
     tensors = rows, common.rows_of(signal).to(dtype), dictionary
-    call = common.caller(_direct, _operator, codes, signal, dictionary)
-    next_codes, _ = call(*tensors, step, threshold, name, keeps, backend)
+    next_codes, _ = _step(*tensors, step, threshold, name, keeps, backend)
     return next_codes.view(codes.shape)
 
 
@@ -99,6 +97,10 @@ def _forward_fake(codes: Tensor, signal: Tensor, *others: Any) -> tuple[Tensor, 
     return codes.new_empty(codes.shape), codes.new_empty((signal.shape[0] if others[-2] else 0, signal.shape[1]))
 
 
+@common.gradients_of(
+    "lista_step",
+    lambda grad, output, dictionary, *others: (output, output.new_empty(len(output), len(dictionary)), dictionary),
+)
 @common.outside_autocast
 def _gradients(
     grad_output: Tensor,  # dH⁺, [rows, m]
@@ -108,10 +110,10 @@ def _gradients(
     residual: Tensor | None,  # X − H Dᵀ, likewise
     step: float,
     nonlinearity: common.Nonlinearity,
-    needs: list[bool],
     backend: str,
-) -> list[Tensor]:
-    """Return the gradients that are needed, of the codes, the signal and the dictionary."""
+    needs: list[bool],
+) -> list[Tensor | None]:
+    """Return the gradients of the codes, the signal and the dictionary."""
     needs_codes, _, needs_dictionary = needs
     atoms = dictionary.to(output.dtype)
     parts = grad_dictionary = None
@@ -139,28 +141,20 @@ def _gradients(
     if needs_codes and grad_codes is None and grad_update is not None:
         # In place of dU: on a CPU a fresh tensor of that size can cost as much as the product.
         grad_codes = grad_update.addmm_(grad_residual, atoms, alpha=-1)
-    return common.compress((grad_codes, grad_residual, grad_dictionary), needs)
-
-
-def _gradients_fake(grad_output: Tensor, output: Tensor, dictionary: Tensor, *others: Any) -> list[Tensor]:
-    shapes = output.shape, (output.shape[0], dictionary.shape[0])
-    return common.compress([*map(output.new_empty, shapes), dictionary.new_empty(dictionary.shape)], others[-2])
+    return [grad_codes, grad_residual, grad_dictionary]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     codes, _, dictionary, ctx.step, _, ctx.nonlinearity, keeps, ctx.backend = inputs
     next_codes, residual = output
-    ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(residual)
     # The codes before and the residual are kept for the dictionary's gradient alone.
     ctx.save_for_backward(next_codes, dictionary, codes if keeps else None, residual if keeps else None)
 
 
-def _backward(ctx: Any, grad_output: Tensor, _: None) -> Iterator[Tensor | None]:
-    saved, needs = ctx.saved_tensors, ctx.needs_input_grad[:3]
-    call: Any = _gradients if common.is_plain_eager(grad_output, saved[0]) else _gradients_operator
-    return common.scatter(call(grad_output, *saved, ctx.step, ctx.nonlinearity, needs, ctx.backend), needs)
+def _backward(ctx: Any, grad_output: Tensor, _: None) -> list[Tensor | None]:
+    options = ctx.step, ctx.nonlinearity, ctx.backend, list(ctx.needs_input_grad[:3])
+    return _gradients(grad_output, *ctx.saved_tensors, *options)
 
 
-_direct, _operator = common.differentiable("lista_step", _forward, _forward_fake, _setup_context, _backward)
-_gradients_operator = common.define("lista_step_backward", _gradients, _gradients_fake)
+_step = common.differentiable("lista_step", _forward, _forward_fake, _setup_context, _backward)

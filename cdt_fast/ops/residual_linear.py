@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, get_args
 
 import torch
@@ -59,9 +58,8 @@ def residual_linear(
     rows = common.rows_of(x).to(dtype)
     name = common.effective_nonlinearity(nonlinearity, threshold)
     backend = common.choose_backend("residual_linear", rows, multiplies=True)
-    call = common.caller(_direct, _operator, x, weight, residual)
     added = residual if residual.dim() == 1 else common.rows_of(residual)
-    output = call(rows, weight, added, alpha, threshold, name, backend)
+    output = _linear(rows, weight, added, alpha, threshold, name, backend)
     return output.view(*x.shape[:-1], weight.shape[1])
 
 
@@ -103,6 +101,15 @@ def _forward_fake(x: Tensor, weight: Tensor, *others: Any) -> Tensor:
     return x.new_empty((x.shape[0], weight.shape[1]))
 
 
+def _like(
+    grad_output: Tensor, _: Any, x: Tensor | None, weight: Tensor | None, dtype: torch.dtype, *others: Any
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    of_x = None if weight is None else grad_output.new_empty(len(grad_output), len(weight))
+    of_weight = None if x is None else grad_output.new_empty(x.shape[1], grad_output.shape[1], dtype=dtype)
+    return of_x, of_weight, grad_output
+
+
+@common.gradients_of("residual_linear", _like)
 @common.outside_autocast
 def _gradients(
     grad_output: Tensor,  # [rows, m]
@@ -112,32 +119,22 @@ def _gradients(
     weight_dtype: torch.dtype,
     alpha: float,
     nonlinearity: common.Nonlinearity,
-    needs_residual: bool,
-) -> list[Tensor]:
+    needs: list[bool],
+) -> list[Tensor | None]:
     """Return the gradients of x (given `weight`), of the weight (given `x`) and of the residual's rows."""
-    gradients = []
     grad_update = grad_output if output is None else common.shrink_backward(grad_output, output, nonlinearity)
+    grad_x = grad_weight = None
     if weight is not None:
-        gradients.append(torch.mm(grad_update, weight.to(grad_update.dtype).mT).mul_(alpha))
+        grad_x = torch.mm(grad_update, weight.to(grad_update.dtype).mT).mul_(alpha)
     if x is not None:
-        gradients.append(common.product_over_rows(x, grad_update, weight_dtype).mul_(alpha))
-    if needs_residual:
-        gradients.append(grad_output.clone(memory_format=torch.contiguous_format) if output is None else grad_update)
-    return gradients
-
-
-def _gradients_fake(
-    grad_output: Tensor, _: Any, x: Tensor | None, weight: Tensor | None, dtype: torch.dtype, *others: Any
-) -> list[Tensor]:
-    rows, columns = grad_output.shape
-    found = [] if weight is None else [grad_output.new_empty((rows, weight.shape[0]))]
-    found += [] if x is None else [grad_output.new_empty((x.shape[1], columns), dtype=dtype)]
-    return [*found, grad_output.new_empty((rows, columns))] if others[-1] else found
+        grad_weight = common.product_over_rows(x, grad_update, weight_dtype).mul_(alpha)
+    if output is None and needs[2]:
+        grad_update = grad_output.clone(memory_format=torch.contiguous_format)
+    return [grad_x, grad_weight, grad_update]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, weight, residual, ctx.alpha, _, ctx.nonlinearity, _ = inputs
-    ctx.set_materialize_grads(False)
     needs_x, needs_weight, _ = ctx.needs_input_grad[:3]
     # What no needed gradient reads is not kept: it may be the largest tensor of the layer.
     result = None if ctx.nonlinearity == "identity" else output
@@ -145,15 +142,12 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.weight_dtype, ctx.residual_dtype, ctx.residual_is_bias = weight.dtype, residual.dtype, residual.dim() == 1
 
 
-def _backward(ctx: Any, grad_output: Tensor) -> Iterator[Tensor | None]:
-    saved, needs = ctx.saved_tensors, ctx.needs_input_grad[:3]
-    call: Any = _gradients if common.is_plain_eager(grad_output, *saved) else _gradients_operator
-    found = call(grad_output, *saved, ctx.weight_dtype, ctx.alpha, ctx.nonlinearity, needs[2])
-    if needs[2]:
-        rows, dtype = found[-1], ctx.residual_dtype
-        found[-1] = rows.sum(0, dtype=dtype) if ctx.residual_is_bias else rows.to(dtype)
-    return common.scatter(found, needs)
+def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    options = ctx.weight_dtype, ctx.alpha, ctx.nonlinearity, list(ctx.needs_input_grad[:3])
+    grad_x, grad_weight, rows = _gradients(grad_output, *ctx.saved_tensors, *options)
+    if rows is not None:
+        rows = rows.sum(0, dtype=ctx.residual_dtype) if ctx.residual_is_bias else rows.to(ctx.residual_dtype)
+    return grad_x, grad_weight, rows
 
 
-_direct, _operator = common.differentiable("residual_linear", _forward, _forward_fake, _setup_context, _backward)
-_gradients_operator = common.define("residual_linear_backward", _gradients, _gradients_fake)
+_linear = common.differentiable("residual_linear", _forward, _forward_fake, _setup_context, _backward)

@@ -72,8 +72,7 @@ def symmetric_attention(
     mixed = None if mixed is None else _with_width(mixed, -(-mixed.shape[-1] // align) * align)
     scale = common.check_factor("scale", scale, dtype=dtype)
     keeps = torch.is_grad_enabled() and (z.requires_grad or (values is not None and values.requires_grad))
-    call = common.caller(_direct, _operator, z, values)
-    output, *_ = call(tokens, mixed, common.length_of_each(lengths), scale, bool(energy), keeps, backend)
+    output, *_ = _attention(tokens, mixed, common.length_of_each(lengths), scale, bool(energy), keeps, backend)
     width = (z if values is None else values).shape[-1]
     return _with_width(output, width).view(*z.shape[:-1], width)
 
@@ -150,6 +149,7 @@ def _forward_fake(
     return output, log_sum_exp, output.new_empty(output.shape if _keeps_remainder(z, keeps) else (0,))
 
 
+@common.gradients_of("symmetric_attention", lambda grad_output, z, values, *others: (z, values))
 @common.outside_autocast
 def _gradients(
     grad_output: Tensor,  # [B, T, k], contiguous
@@ -161,10 +161,10 @@ def _gradients(
     kept: Tensor,
     scale: float,
     energy: bool,
-    needs: list[bool],
     backend: str,
-) -> list[Tensor]:
-    """Return the gradients that are needed, of z first; without values all of it is in that of z."""
+    needs: list[bool],
+) -> list[Tensor | None]:
+    """Return the gradients of z and of the values; without values all of it is in that of z."""
     if log_sum_exp.numel() and backend == "triton":
         from cdt_fast.kernels import symmetric_attention as kernels
 
@@ -175,38 +175,29 @@ def _gradients(
             blocks = common.blocks_for(table, z, z.shape[1] if packed else _size(z, values, energy))
             tensors = grad_output, z, values, lengths, output, log_sum_exp, remainder
             needs_z, needs_values = needs
-            found = kernels.backward(*tensors, scale, energy, needs_z, needs_values, packed, blocks)
-            return [gradient for gradient in found if gradient is not None]
+            return list(kernels.backward(*tensors, scale, energy, needs_z, needs_values, packed, blocks))
     if log_sum_exp.numel():  # the forward was a kernel's, which keeps something else
         kept = z.new_empty(0, dtype=torch.promote_types(z.dtype, torch.float32))
     padding = common.padding_mask(lengths, z)
     grad_output, z = common.without_padding(grad_output, padding), common.without_padding(z, padding)
     values = None if values is None else common.without_padding(values, padding)
     gradients = _gradients_in_torch(grad_output, z, values, padding, output, kept, scale, energy, *needs)
-    return [common.clear_padding_(gradient, padding) for gradient in gradients]
-
-
-def _gradients_fake(grad_output: Tensor, z: Tensor, values: Tensor | None, *others: Any) -> list[Tensor]:
-    return [torch.empty_like(tensor) for tensor in common.compress([z, values], others[-2])]
+    return [None if each is None else common.clear_padding_(each, padding) for each in gradients]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     z, values, lengths, ctx.scale, ctx.energy, _, ctx.backend = inputs
     result, log_sum_exp, kept = output
-    ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(log_sum_exp, kept)
     ctx.save_for_backward(z, values, lengths, result, log_sum_exp, kept)
 
 
-def _backward(ctx: Any, grad_output: Tensor, *_: None) -> Iterator[Tensor | None]:
-    saved, needs = ctx.saved_tensors, ctx.needs_input_grad[:2]
-    call: Any = _gradients if common.is_plain_eager(grad_output, saved[0]) else _gradients_operator
-    found = call(grad_output.contiguous(), *saved, ctx.scale, ctx.energy, needs, ctx.backend)
-    return common.scatter(found, needs)
+def _backward(ctx: Any, grad_output: Tensor, *_: None) -> list[Tensor | None]:
+    options = ctx.scale, ctx.energy, ctx.backend, list(ctx.needs_input_grad[:2])
+    return _gradients(grad_output.contiguous(), *ctx.saved_tensors, *options)
 
 
-_direct, _operator = common.differentiable("symmetric_attention", _forward, _forward_fake, _setup_context, _backward)
-_gradients_operator = common.define("symmetric_attention_backward", _gradients, _gradients_fake)
+_attention = common.differentiable("symmetric_attention", _forward, _forward_fake, _setup_context, _backward)
 
 
 def _packed(z: Tensor) -> bool:
@@ -279,7 +270,7 @@ def _gradients_in_torch(
     energy: bool,
     needs_z: bool,
     needs_values: bool,
-) -> list[Tensor]:
+) -> list[Tensor | None]:
     """Sum a panel at a time `dZ_r += β dS_r z`, `dZ += β dS_rᵀ z_r`, `dV += A_rᵀ dO_r`: five products with the scores,
     where the first two are one."""
     dtype, tied = kept.dtype, values is None
@@ -322,7 +313,7 @@ def _gradients_in_torch(
                 torch.bmm(mixed, upstream, out=grad_values[batch])
             else:
                 grad_values[batch] += torch.bmm(mixed, upstream)
-    return [gradient.to(z.dtype) for gradient in (grad_z, grad_values) if gradient is not None]
+    return [None if each is None else each.to(z.dtype) for each in (grad_z, grad_values)]
 
 
 def attention_matrix(

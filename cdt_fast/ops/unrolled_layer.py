@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -134,8 +134,7 @@ def unrolled_layer(
         if casts is None:  # once, for both directions
             casts = _cast(dictionary, dtype), None if next_dictionary is None else _cast(next_dictionary, dtype)
         lows = casts[0], None if next_dictionary is None else casts[1]
-        call = common.caller(_direct, _operator, *tensors)
-        next_codes, next_projection, _, error = call(*tensors, target, lengths, *lows, *numbers, backend)
+        next_codes, next_projection, _, error = _whole_layer(*tensors, target, lengths, *lows, *numbers, backend)
     else:
         low, next_low = dictionary.to(dtype), None if next_dictionary is None else next_dictionary.to(dtype)
         if projection is None:
@@ -292,6 +291,7 @@ def _forward_fake(
     )
 
 
+@common.gradients_of("unrolled_layer", lambda *arguments: arguments[:5])
 @common.outside_autocast
 def _gradients(
     signal: Tensor,
@@ -312,10 +312,10 @@ def _gradients(
     scale: float,
     nonlinearity: common.Nonlinearity,
     projection_given: bool,  # if it was not, its gradient goes on to codes and dictionary
-    needs: list[bool],  # of the first five arguments
     backend: str,
-) -> list[Tensor]:
-    """Return the gradients that are needed, in the order of the arguments."""
+    needs: list[bool],
+) -> list[Tensor | None]:
+    """Return the gradients of the first five arguments."""
     _, needs_codes, needs_dictionary, needs_projection, needs_next_dictionary = needs
     tied = next_dictionary is None
     tensors: tuple[Any, Any, Any, Any, Any] = for_card(codes, signal, low, projection, next_low)
@@ -354,19 +354,13 @@ def _gradients(
         if grad_dictionary is not None:
             assert codes is not None
             common.add_product(grad_dictionary, rows, common.rows_of(common.without_padding(codes, padding)))
-    return common.compress((grad_signal, grad_codes, grad_dictionary, grad_projection, grad_next_dictionary), needs)
-
-
-def _gradients_fake(*arguments: Any) -> list[Tensor]:
-    # Contiguous, whatever the strides of a dictionary.
-    return [tensor.new_empty(tensor.shape) for tensor in common.compress(arguments[:5], arguments[-2])]
+    return [grad_signal, grad_codes, grad_dictionary, grad_projection, grad_next_dictionary]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
     *tensors, ctx.step, _, ctx.scale, ctx.nonlinearity, ctx.backend = inputs
     signal, codes, dictionary, given, next_dictionary, target, *others = tensors
     next_codes, next_projection, computed, error = output
-    ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(computed, *([error] if target is None else []))
     ctx.projection_given = given is not None
     ctx.save_for_backward(
@@ -377,25 +371,20 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _backward(
     ctx: Any, grad_codes: Tensor | None, grad_projection: Tensor | None, _: None, grad_error: Tensor | None
-) -> Iterator[Tensor | None]:
+) -> list[Tensor | None]:
     *needs, needs_next = ctx.needs_input_grad[:5]
     # The codes alone do not depend on the next dictionary.
     needs.append(needs_next and (grad_projection is not None or grad_error is not None))
-    saved = ctx.saved_tensors
-    plain = common.is_plain_eager(grad_codes, grad_projection, grad_error, *saved[:5])
-    call: Any = _gradients if plain else _gradients_operator
-    found = call(
-        *saved,
+    return _gradients(
+        *ctx.saved_tensors,
         None if grad_codes is None else grad_codes.contiguous(),
         None if grad_projection is None else grad_projection.contiguous(),
         grad_error,
-        *(ctx.step, ctx.scale, ctx.nonlinearity, ctx.projection_given, needs, ctx.backend),
+        *(ctx.step, ctx.scale, ctx.nonlinearity, ctx.projection_given, ctx.backend, needs),
     )
-    return common.scatter(found, needs)
 
 
-_direct, _operator = common.differentiable("unrolled_layer", _forward, _forward_fake, _setup_context, _backward)
-_gradients_operator = common.define("unrolled_layer_backward", _gradients, _gradients_fake)
+_whole_layer = common.differentiable("unrolled_layer", _forward, _forward_fake, _setup_context, _backward)
 
 
 def _is_lean(layer: _Layer) -> bool:
