@@ -521,19 +521,27 @@ def describe(value: Any) -> str:
     return f"{value!r} ({type(value).__name__})"
 
 
-def check_tensor(name: str, value: Any, rank: int, layout: str) -> None:
-    """Require a dense floating-point tensor of at least `rank` dimensions; `layout` is its shape, in words."""
+def check_tensor(
+    name: str, value: Any, rank: int, layout: str, shape: Sequence[int | None] | None = None, meaning: str = ""
+) -> None:
+    """Require a dense floating-point tensor of at least `rank` dimensions; `layout` is its shape, in words.
+
+    With `shape`, check that too, as `check_shape` does.
+    """
     dense = isinstance(value, Tensor) and value.layout == torch.strided
     if hasattr(value, "device_mesh"):  # without an import of the classes of torch.distributed
         raise InputError(f"{name} is a DTensor: give its full_tensor(), or its to_local() where a rank's part is meant")
     if not dense or not value.is_floating_point() or value.dim() < rank:
         raise InputError(f"{name} must be a dense floating-point tensor {layout}, got {describe(value)}")
+    if shape is not None:
+        check_shape(name, value, shape, meaning)
 
 
-def check_shape(name: str, value: Tensor, shape: tuple[int, ...], layout: str) -> None:
-    """Require the shape `shape`; `layout` explains it."""
-    if tuple(value.shape) != shape:
-        raise InputError(f"{name} must have shape {shape} ({layout}), got {tuple(value.shape)}")
+def check_shape(name: str, value: Tensor, shape: Sequence[int | None], meaning: str) -> None:
+    """Require the shape `shape`, of any size where it has None; `meaning` explains it."""
+    expected = tuple(value.shape[n - len(shape)] if size is None else size for n, size in enumerate(shape))
+    if tuple(value.shape) != expected:
+        raise InputError(f"{name} must have shape {expected} ({meaning}), got {tuple(value.shape)}")
 
 
 def check_together(**tensors: Tensor | None) -> None:
@@ -572,14 +580,10 @@ def check_lista_arguments(
     tokens = "[..., T, " if rank == 2 else "[..., "
     if codes is not None or rank == 1:
         check_tensor("codes", codes, rank, f"{tokens}m]")
-    check_tensor("signal", signal, rank, f"{tokens}n]")
-    check_tensor("dictionary", dictionary, 2, "[n, m]")
-    width = signal.shape[-1]
-    if codes is None:
-        check_shape("dictionary", dictionary, (width, dictionary.shape[1]), "width of signal by any width")
-    else:
-        check_shape("dictionary", dictionary, (width, codes.shape[-1]), "width of signal by width of codes")
-        check_shape("signal", signal, (*codes.shape[:-1], width), "the tokens of codes by the signal's width")
+    leading = None if codes is None else (*codes.shape[:-1], None)
+    check_tensor("signal", signal, rank, f"{tokens}n]", leading, "the tokens of codes by the signal's width")
+    shape = signal.shape[-1], None if codes is None else codes.shape[-1]
+    check_tensor("dictionary", dictionary, 2, "[n, m]", shape, "width of signal by width of codes")
     check_together(codes=codes, signal=signal, dictionary=dictionary)
     check_choice("nonlinearity", nonlinearity, get_args(LayerNonlinearity))
 
@@ -596,13 +600,13 @@ def check_lengths(lengths: Tensor | None, tokens: Tensor) -> None:
         raise InputError(f"lengths is on {lengths.device} but the tokens are on {tokens.device}: move one of them")
 
 
-def check_depths(name: str, tensors: Any, shape: tuple[int, ...] | None, layout: str) -> None:
+def check_depths(name: str, tensors: Any, shape: Sequence[int] | None, meaning: str) -> None:
     """Require a list of at least one floating-point tensor, all of `shape` or, with None, of that of the first."""
     if not isinstance(tensors, Sequence) or not tensors:
         raise InputError(f"{name} must be a list of one tensor a depth, got {describe(tensors)}")
     for depth, tensor in enumerate(tensors):
-        check_tensor(f"{name}[{depth}]", tensor, 1, "[..., n]" if shape is not None else "[..., d]")
-        check_shape(f"{name}[{depth}]", tensor, tuple(tensors[0].shape) if shape is None else shape, layout)
+        own = tensors[0].shape if shape is None and depth else shape
+        check_tensor(f"{name}[{depth}]", tensor, 1, "[..., d]" if shape is None else "[..., n]", own, meaning)
 
 
 def weights_of_depths(

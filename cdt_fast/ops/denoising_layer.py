@@ -55,18 +55,13 @@ def denoising_layer(
         InputError: an argument has the wrong rank, shape, dtype or device, or a second derivative is asked for.
     """
     common.check_tensor("signal", signal, 2, "[..., T, n]")
-    common.check_tensor("features", features, 2, "[..., T, n]")
-    common.check_shape("features", features, tuple(signal.shape), "as signal")
-    common.check_tensor("dictionary", dictionary, 2, "[n, m]")
-    common.check_shape(
-        "dictionary", dictionary, (signal.shape[-1], dictionary.shape[1]), "width of signal by any width"
-    )
-    common.check_tensor("thresholds", thresholds, 1, "[m]")
-    common.check_shape("thresholds", thresholds, dictionary.shape[1:], "one an atom")
+    common.check_tensor("features", features, 2, "[..., T, n]", signal.shape, "as signal")
+    shape = signal.shape[-1], None
+    common.check_tensor("dictionary", dictionary, 2, "[n, m]", shape, "width of signal by any width")
+    common.check_tensor("thresholds", thresholds, 1, "[m]", dictionary.shape[1:], "one an atom")
     numbers = {"scale": scale, "self_bias": self_bias, "sharpness": sharpness}
     for name, number in numbers.items():
-        common.check_tensor(name, number, 0, "of one number")
-        common.check_shape(name, number, (), "a number")
+        common.check_tensor(name, number, 0, "of one number", (), "a number")
     common.check_together(signal=signal, features=features, dictionary=dictionary, thresholds=thresholds, **numbers)
     common.refuse_transforms("denoising_layer", signal, features, dictionary, thresholds, *numbers.values())
     dtype = common.compute_dtype(signal)

@@ -227,14 +227,12 @@ def _check(
 ) -> None:
     common.check_depths("hidden_states", hidden_states, None, "as hidden_states[0]")
     first = hidden_states[0]
-    common.check_tensor("weight", weight, 2, "[V, d]")
-    vocabulary = weight.shape[0]
-    common.check_shape("weight", weight, (vocabulary, first.shape[-1]), "V by the width of the hidden states")
-    if not vocabulary:
+    shape = None, first.shape[-1]
+    common.check_tensor("weight", weight, 2, "[V, d]", shape, "V by the width of the hidden states")
+    if not len(weight):
         raise InputError(f"weight must hold at least one row, got shape {tuple(weight.shape)}")
     if bias is not None:
-        common.check_tensor("bias", bias, 1, "[V]")
-        common.check_shape("bias", bias, (vocabulary,), "one number a row of weight")
+        common.check_tensor("bias", bias, 1, "[V]", weight.shape[:1], "one number a row of weight")
     common.check_together(**{f"hidden_states[{n}]": hidden for n, hidden in enumerate(hidden_states)}, weight=weight)
     common.check_together(weight=weight, bias=bias)
     if isinstance(targets, Tensor):
@@ -254,7 +252,7 @@ def _check(
 def _check_targets(name: str, targets: Tensor, hidden: Tensor) -> None:
     if not isinstance(targets, Tensor) or targets.dtype != torch.int64:
         raise InputError(f"{name} must be an int64 tensor with one target a token, got {common.describe(targets)}")
-    common.check_shape(name, targets, tuple(hidden.shape[:-1]), "one target a token")
+    common.check_shape(name, targets, hidden.shape[:-1], "one target a token")
     if targets.device != hidden.device and targets.device.type != "cpu":
         raise InputError(f"{name} is on {targets.device} but hidden_states[0] is on {hidden.device}: move one of them")
 
@@ -275,8 +273,7 @@ def _check_shard(shard: HeadShard | None, weight: Tensor) -> int:
 def _check_class_weights(class_weights: Tensor | None, classes: int, weight: Tensor, smoothing: float) -> None:
     if class_weights is None:
         return
-    common.check_tensor("class_weights", class_weights, 1, "[V]")
-    common.check_shape("class_weights", class_weights, (classes,), "one number a class")
+    common.check_tensor("class_weights", class_weights, 1, "[V]", (classes,), "one number a class")
     if class_weights.device != weight.device or class_weights.requires_grad:
         raise InputError(f"class_weights must be on {weight.device} and require no gradient")
     if smoothing:  # where torch weights every class's part of the smoothed target by itself

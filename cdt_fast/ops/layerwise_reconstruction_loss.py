@@ -51,7 +51,7 @@ def layerwise_reconstruction_loss(
     """
     rank = 1 if lengths is None else 2
     common.check_tensor("target", target, rank, "[..., n]" if rank == 1 else "[..., T, n]")
-    common.check_depths("reconstructions", reconstructions, tuple(target.shape), "as target")
+    common.check_depths("reconstructions", reconstructions, target.shape, "as target")
     for depth, reconstruction in enumerate(reconstructions):
         if reconstruction.device != target.device:
             raise InputError(f"reconstructions[{depth}] is on {reconstruction.device} but target is on {target.device}")

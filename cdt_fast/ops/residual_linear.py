@@ -43,9 +43,8 @@ def residual_linear(
     Source: "A Constrained Optimization Perspective of Unrolled Transformers", the feed-forward half-step.
     """
     common.check_tensor("x", x, 1, "[..., n]")
-    common.check_tensor("weight", weight, 2, "[n, m]")
+    common.check_tensor("weight", weight, 2, "[n, m]", (x.shape[-1], None), "width of x by any width")
     common.check_tensor("residual", residual, 1, "[..., m] or [m]")
-    common.check_shape("weight", weight, (x.shape[-1], weight.shape[-1]), "width of x by any width")
     shapes = (weight.shape[1],), (*x.shape[:-1], weight.shape[1])
     if tuple(residual.shape) not in shapes:
         raise InputError(f"residual must have shape {shapes[0]} or {shapes[1]}, got {tuple(residual.shape)}")

@@ -49,8 +49,8 @@ def symmetric_attention(
     """
     common.check_tensor("z", z, 2, "[..., T, d]")
     if values is not None:
-        common.check_tensor("values", values, 2, "[..., T, k]")
-        common.check_shape("values", values, (*z.shape[:-1], values.shape[-1]), "the tokens of z by any width")
+        shape = (*z.shape[:-1], None)
+        common.check_tensor("values", values, 2, "[..., T, k]", shape, "the tokens of z by any width")
     common.check_together(z=z, values=values)
     common.check_lengths(lengths, z)
     if type(energy).__name__ not in ("bool", "bool_"):  # Python's or NumPy's

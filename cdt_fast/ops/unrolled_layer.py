@@ -100,18 +100,16 @@ def unrolled_layer(
     dtype = common.compute_dtype(signal)
     step = common.check_factor("step", step, non_negative=True, dtype=dtype)
     if projection is not None:
-        common.check_tensor("projection", projection, 2, "[..., T, n]")
-        common.check_shape("projection", projection, tuple(signal.shape), "as signal")
+        common.check_tensor("projection", projection, 2, "[..., T, n]", signal.shape, "as signal")
     if next_dictionary is dictionary:
         next_dictionary = None  # one gradient for the tied dictionary, not two to be added
     code_width = dictionary.shape[1]
     if next_dictionary is not None:
-        common.check_tensor("next_dictionary", next_dictionary, 2, "[k, m]")
-        common.check_shape("next_dictionary", next_dictionary, (next_dictionary.shape[0], code_width), "any by m")
+        common.check_tensor("next_dictionary", next_dictionary, 2, "[k, m]", (None, code_width), "any by m")
     next_shape = (*signal.shape[:-1], (dictionary if next_dictionary is None else next_dictionary).shape[0])
     if target is not None:
-        common.check_tensor("target", target, 2, "[..., T, k]")
-        common.check_shape("target", target, next_shape, "the tokens of signal by the width of the next projection")
+        meaning = "the tokens of signal by the width of the next projection"
+        common.check_tensor("target", target, 2, "[..., T, k]", next_shape, meaning)
         if target.device != signal.device:
             raise InputError(f"target is on {target.device} but signal is on {signal.device}: move one of them")
     common.check_together(codes=codes, signal=signal, projection=projection, next_dictionary=next_dictionary)
