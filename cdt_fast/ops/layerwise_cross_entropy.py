@@ -110,7 +110,7 @@ def layerwise_cross_entropy(
     classes = _check_shard(shard, weight)
     rows = classes if shard is None else -(-classes // shard.group.size())  # the same on all ranks, as their chunks are
     _check_class_weights(class_weights, classes, weight, label_smoothing)
-    ignore_index = _int64("ignore_index", ignore_index, -(2**63))
+    ignore_index = check_integer("ignore_index", ignore_index, -(2**63))
     per_depth_targets = [
         _shifted(own, check_integer("shift", shift, 0), ignore_index)
         for own in ([targets] if isinstance(targets, Tensor) else targets)
@@ -128,8 +128,8 @@ def layerwise_cross_entropy(
         label_smoothing=smoothing,
         softcap=None if softcap is None else check_positive("softcap", softcap),
         z_loss=check_non_negative("z_loss", z_loss),
-        max_tokens=None if max_tokens is None else _int64("max_tokens", max_tokens, 1),
-        chunk_tokens=None if chunk_tokens is None else _int64("chunk_tokens", chunk_tokens, 1),
+        max_tokens=None if max_tokens is None else check_integer("max_tokens", max_tokens, 1),
+        chunk_tokens=None if chunk_tokens is None else check_integer("chunk_tokens", chunk_tokens, 1),
         mean=check_choice("reduction", reduction, get_args(common.Reduction)) == "mean",
         dtype=dtype,
         backend=common.choose_backend("layerwise_cross_entropy", weight.new_empty(0, dtype=dtype)),
@@ -287,13 +287,6 @@ def _shifted(targets: Tensor, shift: int, ignore_index: int) -> Tensor:
         raise InputError("shift needs targets of at least one dimension, got one target")
     length = targets.shape[-1]
     return torch.nn.functional.pad(targets[..., shift:], (0, min(shift, length)), value=ignore_index)
-
-
-def _int64(name: str, value: int, least: int) -> int:
-    number = check_integer(name, value, least)
-    if number >= 2**63:
-        raise InputError(f"{name} must be an integer below 2^63")
-    return number
 
 
 # Rows and chunks
