@@ -388,12 +388,17 @@ def differentiable(
         prepare(ctx, inputs, output)
         return output
 
-    @once_differentiable(name)
     def whole_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         missing = all(grad is None for grad in grads if not isinstance(grad, list))
-        found = () if missing else tuple(backward(ctx, *grads))
+        with torch.no_grad():
+            found = () if missing else tuple(backward(ctx, *grads))
         others = ctx.needs_input_grad[len(found) :]
-        return (*found, *([None] * len(needs) if isinstance(needs, list) else None for needs in others))
+        found += tuple([None] * len(needs) if isinstance(needs, list) else None for needs in others)
+        if not torch.is_grad_enabled():
+            return found
+        # Recorded for a second derivative, which is an error that names the op.
+        sources = *grads, *ctx.saved_tensors
+        return tree_map_only(Tensor, lambda gradient: _Once.apply(name, gradient, *sources), found)
 
     operator = define(name, forward, fake, schema)
     operator.register_autograd(whole_backward, setup_context=prepare)
@@ -440,24 +445,6 @@ def gradients_of(op: str, like: Callable[..., Sequence[Tensor | None]]) -> Calla
 def _tensors_in(arguments: Sequence[Any]) -> list[Tensor]:
     lists = (one if isinstance(one, list) else [one] for one in arguments)
     return [one for some in lists for one in some if isinstance(one, Tensor)]
-
-
-def once_differentiable(op: str) -> Callable[[Function], Function]:
-    """Decorate a backward: a second derivative is an InputError that names the op."""
-
-    def decorate(backward: Function) -> Function:
-        @functools.wraps(backward)
-        def call(ctx: Any, *grads: Any) -> Any:
-            if not torch.is_grad_enabled():
-                return backward(ctx, *grads)
-            with torch.no_grad():
-                found = backward(ctx, *grads)
-            sources = *grads, *ctx.saved_tensors
-            return tree_map_only(Tensor, lambda gradient: _Once.apply(op, gradient, *sources), found)
-
-        return call  # type: ignore[return-value]
-
-    return decorate
 
 
 class _Once(torch.autograd.Function):
