@@ -43,6 +43,7 @@ from cdt_fast.kernels._common import (
     store_rows,
     tile_scores,
 )
+from cdt_fast.ops.common import LONGEST
 
 _packed, _streaming = block_shapes("ROWS", "COLUMNS"), block_shapes("ROWS", "KEYS")
 # By the tokens of a sequence. With four warps 16-bit tiles of 64 rows spill, with eight they do not; 128 rows spill on
@@ -82,6 +83,8 @@ SHORT_BACKWARD_BLOCKS = {
     **STREAMING_BACKWARD_BLOCKS,
     "hopper": {**STREAMING_BACKWARD_BLOCKS["hopper"], 64: _streaming(64, 32, 4, 2)},
 }
+BLOCKS = PACKED_BLOCKS, SHORT_BLOCKS, STREAMING_BLOCKS
+BACKWARD_BLOCKS = PACKED_BACKWARD_BLOCKS, SHORT_BACKWARD_BLOCKS, STREAMING_BACKWARD_BLOCKS
 
 
 @triton.jit(do_not_specialize=["sequences", "tokens", "per_tile"])
@@ -210,7 +213,7 @@ def pair_scores(own, other, own_norm, norms, key, mask, scale, PRECISION: tl.con
 @triton.jit(do_not_specialize=["blocks_per_sequence"])
 def streaming_forward_kernel(
     z,  # [sequences, tokens, WIDTH]
-    values,  # [sequences, tokens, VALUE_WIDTH], or None where TIED
+    values,  # [sequences, tokens, VALUE_WIDTH], or None for z
     norms,  # [sequences, tokens] float32, ‖z‖² with `energy`, else None
     output,  # [sequences, tokens, VALUE_WIDTH]
     remainder,  # [sequences, tokens, VALUE_WIDTH] or None
@@ -226,7 +229,6 @@ def streaming_forward_kernel(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
-    TIED: tl.constexpr,
 ):
     position, first, length = block_of_rows(tokens, blocks_per_sequence, lengths, ROWS)
     z += first * WIDTH
@@ -251,7 +253,7 @@ def streaming_forward_kernel(
         weights = weigh(scores, new_peak[:, None])
         shrinking = weigh(peak, new_peak)
         total = total * shrinking + tl.sum(weights, 1)
-        chunk = other if TIED else load_rows(values, key, key < length, 0, VALUE_WIDTH, BLOCK_VALUE_WIDTH)
+        chunk = other if values is None else load_rows(values, key, key < length, 0, VALUE_WIDTH, BLOCK_VALUE_WIDTH)
         weights = weights.to(chunk.dtype)
         rounded_total = rounded_total * shrinking + tl.sum(weights.to(tl.float32), 1)
         result = tl.dot(weights, chunk, result * shrinking[:, None], input_precision=PRECISION)
@@ -289,7 +291,7 @@ def row_dots_kernel(
 @triton.jit(do_not_specialize=["blocks_per_sequence"])
 def streaming_backward_kernel(
     z,  # [sequences, tokens, WIDTH]
-    values,  # [sequences, tokens, VALUE_WIDTH], or None where TIED
+    values,  # [sequences, tokens, VALUE_WIDTH], or None for z
     norms,  # [sequences, tokens] float32, ‖z‖² with `energy`, else None
     grad_output,  # [sequences, tokens, VALUE_WIDTH]
     log_sum_exp,  # [sequences, tokens] float32
@@ -307,7 +309,6 @@ def streaming_backward_kernel(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
-    TIED: tl.constexpr,
 ):
     position, first, length = block_of_rows(tokens, blocks_per_sequence, lengths, ROWS)
     z, grad_output = z + first * WIDTH, grad_output + first * VALUE_WIDTH
@@ -325,7 +326,7 @@ def streaming_backward_kernel(
         delta += first
         own_delta = tl.load(delta + position, mask=counts, other=0.0)
         own_upstream = load_rows(grad_output, position, counts, 0, VALUE_WIDTH, BLOCK_VALUE_WIDTH)
-        own_values = own if TIED else load_rows(values, position, counts, 0, VALUE_WIDTH, BLOCK_VALUE_WIDTH)
+        own_values = own if values is None else load_rows(values, position, counts, 0, VALUE_WIDTH, BLOCK_VALUE_WIDTH)
         z_sum = tl.zeros((ROWS, BLOCK_WIDTH), tl.float32)
         mirrored_sum = tl.zeros((ROWS,), tl.float32)
     if grad_values is not None:
@@ -344,13 +345,13 @@ def streaming_backward_kernel(
             other_delta = tl.load(delta + key, mask=exists, other=0.0)
             grad_mirrored = mirrored_weights * (grad_mirrored - other_delta[None, :])
             weights = tl.where(exists[None, :], weigh(scores, own_log_sum[:, None]), 0.0)
-            chunk = other if TIED else load_rows(values, key, exists, 0, VALUE_WIDTH, BLOCK_VALUE_WIDTH)
+            chunk = other if values is None else load_rows(values, key, exists, 0, VALUE_WIDTH, BLOCK_VALUE_WIDTH)
             grad_weights = tl.dot(own_upstream, tl.trans(chunk), input_precision=PRECISION)
             grad_scores = weights * (grad_weights - own_delta[:, None]) + grad_mirrored
             z_sum = tl.dot((grad_scores * scale).to(other.dtype), other, z_sum, input_precision=PRECISION)
             if norms is not None:
                 mirrored_sum += tl.sum(grad_mirrored, 1)
-            if TIED:
+            if values is None:
                 z_sum = tl.dot(mirrored_weights.to(upstream.dtype), upstream, z_sum, input_precision=PRECISION)
         if grad_values is not None:
             value_sum = tl.dot(mirrored_weights.to(upstream.dtype), upstream, value_sum, input_precision=PRECISION)
@@ -373,22 +374,21 @@ def forward(
     lengths: Tensor | None,
     scale: float,
     energy: bool,
-    packed: bool,
     keep_remainder: bool,
     blocks: Mapping[str, Any],
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the output `[B, T, k]`, the rows' log-sum-exp `[B, T]` and, if it is kept, what rounding took off."""
-    (sequences, tokens, width), tied = z.shape, values is None
+    sequences, tokens, width = z.shape
     value_width = (z if values is None else values).shape[-1]
     output = torch.empty_like(z if values is None else values)
     remainder = torch.empty_like(output) if keep_remainder else None
     log_sum_exp = z.new_empty(z.shape[:-1], dtype=torch.float32)
     if not sequences or not tokens:
         return output, log_sum_exp, remainder
-    if packed:
+    if tokens <= LONGEST:
         per_tile = blocks["ROWS"] // tokens
         packed_forward_kernel[(triton.cdiv(sequences, per_tile),)](
-            *(z, z if tied else values, output, log_sum_exp, lengths),
+            *(z, z if values is None else values, output, log_sum_exp, lengths),
             *(sequences, tokens, per_tile),
             scale,
             WIDTH=width,
@@ -407,7 +407,6 @@ def forward(
         VALUE_WIDTH=value_width,
         BLOCK_WIDTH=block_width(width),
         BLOCK_VALUE_WIDTH=block_width(value_width),
-        TIED=tied,
         **blocks,
     )
     return output, log_sum_exp, remainder
@@ -425,7 +424,6 @@ def backward(
     energy: bool,
     needs_z: bool,
     needs_values: bool,
-    packed: bool,
     blocks: Mapping[str, Any],
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of z and of the values, those that are needed.
@@ -433,22 +431,22 @@ def backward(
     Packed, nothing that the forward has found is read. Streaming without a remainder, the error of the output's
     rounding reaches the gradient of z.
     """
-    (sequences, tokens, width), tied = z.shape, values is None
+    sequences, tokens, width = z.shape
     value_width = grad_output.shape[-1]
     grad_z = torch.empty_like(z) if needs_z else None
     grad_values = torch.empty_like(values) if needs_values and values is not None else None
     if not sequences or not tokens:
         return grad_z, grad_values
-    if packed:
+    if tokens <= LONGEST:
         per_tile = blocks["ROWS"] // tokens
         packed_backward_kernel[(triton.cdiv(sequences, per_tile),)](
-            *(z, z if tied else values, grad_output, grad_z, grad_values, lengths),
+            *(z, z if values is None else values, grad_output, grad_z, grad_values, lengths),
             *(sequences, tokens, per_tile),
             scale,
             WIDTH=width,
             VALUE_WIDTH=value_width,
             ENERGY=energy,
-            TIED=tied,
+            TIED=values is None,
             **blocks,
         )
         return grad_z, grad_values
@@ -463,7 +461,6 @@ def backward(
         VALUE_WIDTH=value_width,
         BLOCK_WIDTH=block_width(width),
         BLOCK_VALUE_WIDTH=block_width(value_width),
-        TIED=tied,
         **blocks,
     )
     return grad_z, grad_values

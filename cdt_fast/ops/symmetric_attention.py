@@ -115,11 +115,8 @@ def _forward(
         from cdt_fast.kernels import symmetric_attention as kernels
 
         with common.or_plain_torch("symmetric_attention", z):
-            packed, keeps_remainder = _packed(z), _keeps_remainder(z, keeps)
-            long = kernels.STREAMING_BLOCKS if z.shape[1] > kernels.SHORT else kernels.SHORT_BLOCKS
-            table = kernels.PACKED_BLOCKS if packed else long
-            blocks = common.blocks_for(table, z, z.shape[1] if packed else _size(z, values, energy))
-            found = kernels.forward(z, values, lengths, scale, energy, packed, keeps_remainder, blocks)
+            blocks = _blocks(kernels.BLOCKS, kernels.SHORT, z, values, energy)
+            found = kernels.forward(z, values, lengths, scale, energy, _keeps_remainder(z, keeps), blocks)
             return found[0], found[1], z.new_empty(0) if found[2] is None else found[2]
     kept = _memory_to_keep(z, values, keeps)
     output = torch.empty_like(z if values is None else values)
@@ -169,13 +166,10 @@ def _gradients(
         from cdt_fast.kernels import symmetric_attention as kernels
 
         with common.or_plain_torch("symmetric_attention", z):
-            packed, remainder = _packed(z), kept if kept.dim() > 1 else None
-            long = kernels.STREAMING_BACKWARD_BLOCKS if z.shape[1] > kernels.SHORT else kernels.SHORT_BACKWARD_BLOCKS
-            table = kernels.PACKED_BACKWARD_BLOCKS if packed else long
-            blocks = common.blocks_for(table, z, z.shape[1] if packed else _size(z, values, energy))
-            tensors = grad_output, z, values, lengths, output, log_sum_exp, remainder
+            blocks = _blocks(kernels.BACKWARD_BLOCKS, kernels.SHORT, z, values, energy)
+            tensors = grad_output, z, values, lengths, output, log_sum_exp, kept if kept.dim() > 1 else None
             needs_z, needs_values = needs
-            return list(kernels.backward(*tensors, scale, energy, needs_z, needs_values, packed, blocks))
+            return list(kernels.backward(*tensors, scale, energy, needs_z, needs_values, blocks))
     if log_sum_exp.numel():  # the forward was a kernel's, which keeps something else
         kept = z.new_empty(0, dtype=torch.promote_types(z.dtype, torch.float32))
     padding = common.padding_mask(lengths, z)
@@ -220,9 +214,15 @@ def _widest(z: Tensor, values: Tensor | None) -> int:
     return max(z.shape[-1], 0 if values is None else values.shape[-1])
 
 
-def _size(z: Tensor, values: Tensor | None, energy: bool) -> int:
-    """Return the width by which a block is chosen: with `energy` the greatest, as the norms take registers too."""
-    return common.WIDEST if energy else _widest(z, values)
+def _blocks(
+    tables: tuple[common.BlockTable, ...], short: int, z: Tensor, values: Tensor | None, energy: bool
+) -> dict[str, Any]:
+    """Choose the block of a kernel, from the tables for packed, short and long sequences."""
+    if _packed(z):
+        return common.blocks_for(tables[0], z, z.shape[1])
+    # With `energy` as for the greatest width, as the norms take registers too.
+    table = tables[1] if z.shape[1] <= short else tables[2]
+    return common.blocks_for(table, z, common.WIDEST if energy else _widest(z, values))
 
 
 # Plain torch, a panel of scores at a time
