@@ -131,8 +131,8 @@ def denoising_backward_kernel(
     dictionary,  # [WIDTH, CODE_WIDTH]
     thresholds,  # [CODE_WIDTH] float32
     parameters,  # [3] float32: β, δ, κ
-    grad_output,  # [sequences, tokens, WIDTH] or None
-    grad_variance,  # [sequences, tokens] float32 or None
+    grad_output,  # [sequences, tokens, WIDTH]
+    grad_variance,  # [sequences, tokens] float32
     means,  # [sequences, tokens, WIDTH]: V; it may be the gradient of the features
     shrunk,  # [sequences, tokens, CODE_WIDTH] or None: H
     grad_codes,  # [sequences, tokens, CODE_WIDTH]
@@ -165,10 +165,8 @@ def denoising_backward_kernel(
     # What follows reads what other threads of this block have stored.
     tl.debug_barrier()
     mean = load_rows(v, row, exists, 0, WIDTH, BLOCK_WIDTH)
-    if grad_output is not None:
-        upstream = load_rows(grad_output + first * WIDTH, row, exists, 0, WIDTH, BLOCK_WIDTH)
-    if grad_variance is not None:
-        weight = 2.0 * spread * tl.load(grad_variance + first + row, mask=exists, other=0.0)
+    upstream = load_rows(grad_output + first * WIDTH, row, exists, 0, WIDTH, BLOCK_WIDTH)
+    weight = 2.0 * spread * tl.load(grad_variance + first + row, mask=exists, other=0.0)
 
     sharpness = tl.load(parameters + 2)
     grad_spread = tl.zeros((ROWS,), tl.float32)  # of log ρ
@@ -178,15 +176,11 @@ def denoising_backward_kernel(
         codes, inverse, ratio, gate = gated_codes(
             mean, atoms, spread, thresholds, sharpness, start, CODE_WIDTH, PRECISION
         )
-        grad_gate = tl.zeros((ROWS, ATOMS), tl.float32)
-        gradient = grad_gate
-        if grad_variance is not None:
-            grad_gate = weight[:, None] * gate
-            grad_spread += tl.sum(grad_gate * gate, 1)
-        if grad_output is not None:
-            through = tl.dot(upstream, atoms, input_precision=PRECISION)
-            grad_gate += through * codes
-            gradient = through * gate
+        grad_gate = weight[:, None] * gate
+        grad_spread += tl.sum(grad_gate * gate, 1)
+        through = tl.dot(upstream, atoms, input_precision=PRECISION)
+        grad_gate += through * codes
+        gradient = through * gate
         slope = grad_gate * gate * (1.0 - gate)
         grad_sharpness += tl.sum(slope * (ratio - 1.0), 1)
         slope *= 2.0 * sharpness
@@ -289,13 +283,15 @@ def backward(
     grad_thresholds, grad_parameters = (one.new_empty((programs, len(one))) for one in (thresholds, parameters))
     grad_codes = signal.new_empty((*signal.shape[:2], len(thresholds)))
     means = torch.empty_like(signal) if needs_dictionary else grad_features
-    codes = torch.empty_like(grad_codes) if needs_dictionary and grad_output is not None else None
+    codes = torch.empty_like(grad_codes) if needs_dictionary else None
+    grad_output = torch.zeros_like(signal) if grad_output is None else grad_output
+    if grad_variance is None:
+        grad_variance = thresholds.new_zeros(signal.shape[:2])
     arguments = signal, features, dictionary, thresholds, parameters, grad_output, grad_variance, means, codes
     gradients = grad_codes, grad_signal, grad_features, grad_thresholds, grad_parameters
     _launch(denoising_backward_kernel, (*arguments, *gradients), programs, blocks)
     grad_dictionary = None
-    if needs_dictionary:
+    if codes is not None:
         grad_dictionary = product_over_rows(rows_of(means), rows_of(grad_codes), torch.float32)
-        if grad_output is not None and codes is not None:
-            add_product(grad_dictionary, rows_of(grad_output), rows_of(codes))
+        add_product(grad_dictionary, rows_of(grad_output), rows_of(codes))
     return grad_signal, grad_features, grad_thresholds.sum(0) / thresholds, grad_parameters.sum(0), grad_dictionary

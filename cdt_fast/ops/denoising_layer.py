@@ -66,14 +66,13 @@ def denoising_layer(
     common.refuse_transforms("denoising_layer", signal, features, dictionary, thresholds, *numbers.values())
     dtype = common.compute_dtype(signal)
     rows, alike = common.sequences(signal, dtype), common.sequences(features, dtype)
-    tensors = rows, alike, dictionary, thresholds, torch.stack(tuple(numbers.values()))
     widths = rows.shape[2], dictionary.shape[1], rows.shape[2]
     fits = fused_unsupported_reason(rows.shape[1], widths, dtype, rows.device) is None
     if fits and common.choose_backend("denoising_layer", rows, multiplies=True) == "triton":
-        tokens, variance = _layer(*tensors)
+        tokens, variance = _layer(rows, alike, dictionary, thresholds, torch.stack(tuple(numbers.values())))
     else:
         with common.without_autocast(rows):
-            tokens, variance = _formula(rows, alike, dictionary.to(dtype), *tensors[3:])
+            tokens, variance = denoising_layer_reference(rows, alike, dictionary.to(dtype), thresholds, **numbers)
     return DenoisedTokens(tokens.view(signal.shape), variance.view(signal.shape[:-1]))
 
 
@@ -82,20 +81,13 @@ def denoising_layer_reference(
     features: Tensor,
     dictionary: Tensor,
     thresholds: Tensor,
-    *,
     scale: Tensor,
     self_bias: Tensor,
     sharpness: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Apply the formula of `denoising_layer`, in any dtype, differentiated by torch."""
-    return _formula(signal, features, dictionary, thresholds, torch.stack([scale, self_bias, sharpness]))
-
-
-def _formula(
-    signal: Tensor, features: Tensor, dictionary: Tensor, thresholds: Tensor, parameters: Tensor
-) -> tuple[Tensor, Tensor]:
     wide = torch.promote_types(signal.dtype, torch.float32)
-    scale, self_bias, sharpness = parameters.to(wide).unbind()
+    scale, self_bias, sharpness = scale.to(wide), self_bias.to(wide), sharpness.to(wide)
     products = (features @ features.mT).to(wide)
     scores = products - 0.5 * torch.diagonal(products, dim1=-2, dim2=-1).unsqueeze(-2)
     own = torch.eye(products.shape[-1], dtype=wide, device=products.device)
@@ -122,14 +114,14 @@ def _forward(
     """Return the tokens and their variance `[B, T]`."""
     from cdt_fast.kernels import denoising_layer as kernels
 
-    dictionary = dictionary.to(signal.dtype).contiguous()
+    dictionary = dictionary.to(signal.dtype)
     with common.or_plain_torch("denoising_layer", signal):
-        blocks = common.blocks_for(kernels.BLOCKS, signal)
-        matrices: tuple[Tensor, Tensor, Tensor] = for_card(signal, features, dictionary)
-        given = *matrices, thresholds.float(), parameters.float(), common.card_of(signal).processors, blocks
+        matrices = for_card(signal, features, dictionary.contiguous())
+        blocks, processors = common.blocks_for(kernels.BLOCKS, signal), common.card_of(signal).processors
+        given: Any = *matrices, thresholds.float(), parameters.float(), processors, blocks
         tokens, variance = kernels.forward(*given)
         return tokens, variance.to(signal.dtype)
-    return _formula(signal, features, dictionary, thresholds, parameters)
+    return denoising_layer_reference(signal, features, dictionary, thresholds, *parameters)
 
 
 def _forward_fake(signal: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
@@ -151,14 +143,22 @@ def _gradients(
     """Return the gradients of the first five arguments."""
     from cdt_fast.kernels import denoising_layer as kernels
 
-    blocks, processors = common.blocks_for(kernels.BACKWARD_BLOCKS, signal), common.card_of(signal).processors
-    matrices = for_card(signal, features, dictionary.to(signal.dtype).contiguous())
-    upstream = *for_card(grad_tokens), None if grad_variance is None else grad_variance.float()
-    given: Any = *matrices, thresholds.float(), parameters.float(), *upstream, needs[2], processors, blocks
-    *firsts, grad_thresholds, grad_parameters, grad_dictionary = kernels.backward(*given)
     tensors = signal, features, dictionary, thresholds, parameters
-    found = *firsts, grad_dictionary, grad_thresholds, grad_parameters
-    return [None if each is None else each.to(of.dtype) for each, of in zip(found, tensors, strict=True)]
+    with common.or_plain_torch("denoising_layer", signal):
+        low = dictionary.to(signal.dtype).contiguous()
+        *matrices, grad_tokens = for_card(signal, features, low, grad_tokens)
+        upstream = grad_tokens, None if grad_variance is None else grad_variance.float()
+        blocks, processors = common.blocks_for(kernels.BACKWARD_BLOCKS, signal), common.card_of(signal).processors
+        given: Any = *matrices, thresholds.float(), parameters.float(), *upstream, needs[2], processors, blocks
+        *firsts, grad_thresholds, grad_parameters, grad_dictionary = kernels.backward(*given)
+        found = *firsts, grad_dictionary, grad_thresholds, grad_parameters
+        return [None if each is None else each.to(of.dtype) for each, of in zip(found, tensors, strict=True)]
+    with torch.enable_grad():
+        leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+        outputs = denoising_layer_reference(*leaves[:2], leaves[2].to(signal.dtype), leaves[3], *leaves[4])
+    kept = [grad is not None for grad in (grad_tokens, grad_variance)]
+    grads = common.compress((grad_tokens, grad_variance), kept)
+    return list(torch.autograd.grad(common.compress(outputs, kept), leaves, grads))
 
 
 def _backward(ctx: Any, *grads: Tensor | None) -> list[Tensor | None]:

@@ -223,6 +223,30 @@ def test_plain_torch_takes_over_a_backward_that_does_not_fit(on_a_card: None, mo
     assert all(map(torch.equal, again, expected))
 
 
+def test_plain_torch_takes_over_both_ways_of_a_denoiser(on_a_card: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cdt_fast.kernels import denoising_layer as kernels
+
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("out of resource: shared memory, Required: 300000, Hardware limit: 101376")
+
+    def denoise(backend: Any) -> list[Tensor]:
+        source = torch.Generator().manual_seed(0)
+        shapes = (2, 5, 4), (2, 5, 4), (4, 6), (6,), (), (), ()
+        leaves = [torch.rand(shape, generator=source).to(torch.bfloat16).requires_grad_() for shape in shapes]
+        with ops.use_backend(backend):
+            tokens, variance = ops.denoising_layer(
+                *leaves[:4], scale=leaves[4], self_bias=leaves[5], sharpness=leaves[6]
+            )
+        return [tokens, variance, *torch.autograd.grad(tokens.square().sum() + variance.sum(), leaves)]
+
+    for name in ("forward", "backward"):
+        monkeypatch.setattr(kernels, name, fail)
+    with pytest.warns(RuntimeWarning, match="denoising_layer runs on plain torch .* out of resource") as warned:
+        found = denoise("auto")
+    assert len(warned) == 1
+    torch.testing.assert_close(found, denoise("torch"))
+
+
 @pytest.mark.parametrize(("widths", "fits"), [((40, 48, 64), True), ((64, 32, 64), False), ((225, 96, 225), False)])
 def test_on_hopper_narrow_layers_are_composed_and_unaligned_tensors_copied(
     monkeypatch: pytest.MonkeyPatch, widths: tuple[int, int, int], fits: bool
