@@ -22,6 +22,12 @@ def block_width(width: int) -> int:
     return max(16, triton.next_power_of_2(width))
 
 
+def sizes_of(dictionary: Any) -> dict[str, int]:
+    """Return a kernel's constants that are the sizes of a dictionary `[n, m]`."""
+    width, code_width = dictionary.shape
+    return {"CODE_WIDTH": code_width, "WIDTH": width, "BLOCK_WIDTH": block_width(width)}
+
+
 def programs_of(sequences: int, tokens: int, processors: int, blocks: Mapping[str, Any]) -> int:
     """Return in how many programs every block gets as many whole sequences as any other, or one fewer.
 

@@ -27,11 +27,11 @@ from cdt_fast.kernels._common import (
     LOG2_E,
     block_shapes,
     block_share,
-    block_width,
     load_atoms,
     load_rows,
     programs_of,
     rows_of_sequences,
+    sizes_of,
     softmax_tile,
     store_rows,
     tile_scores,
@@ -236,15 +236,8 @@ def denoising_backward_kernel(
 
 def _launch(kernel: Any, arguments: tuple[Any, ...], programs: int, blocks: Mapping[str, Any]) -> None:
     signal, _, dictionary, *_ = arguments
-    sequences, tokens, width = signal.shape
     if programs:
-        kernel[(programs,)](
-            *(*arguments, sequences, tokens, programs),
-            CODE_WIDTH=dictionary.shape[1],
-            WIDTH=width,
-            BLOCK_WIDTH=block_width(width),
-            **blocks,
-        )
+        kernel[(programs,)](*arguments, *signal.shape[:2], programs, **sizes_of(dictionary), **blocks)
 
 
 # Signal and features are `[B, T, n]`, T at most 64, n at most 256, and the dictionary `[n, m]`: contiguous and of one

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cdt_fast.kernels._common import block_width, load_atoms, load_rows, store_rows
+from cdt_fast.kernels._common import load_atoms, load_rows, sizes_of, store_rows
 
 # In 16 bits none of them spills registers; 128 rows do, on sm_90 too.
 BLOCKS = {
@@ -153,14 +153,12 @@ def forward(
 
     All tensors are contiguous and of one dtype.
     """
-    (rows, code_width), width = codes.shape, signal.shape[1]
+    rows = len(codes)
     next_codes, residual = torch.empty_like(codes), torch.empty_like(signal) if keep_residual else None
     if rows:
         lista_step_forward_kernel[(triton.cdiv(rows, blocks["ROWS"]),)](
             *(codes, signal, dictionary, next_codes, residual, rows, step, threshold),
-            CODE_WIDTH=code_width,
-            WIDTH=width,
-            BLOCK_WIDTH=block_width(width),
+            **sizes_of(dictionary),
             NONLINEARITY=nonlinearity,
             **blocks,
         )
@@ -181,16 +179,14 @@ def backward(
 
     All tensors are contiguous and of one dtype.
     """
-    (rows, code_width), width = output.shape, dictionary.shape[0]
+    rows = len(output)
     grad_codes = torch.empty_like(output) if needs_codes else None
-    grad_residual = output.new_empty((rows, width))
+    grad_residual = output.new_empty((rows, len(dictionary)))
     grad_update = torch.empty_like(output) if needs_update else None
     if rows:
         lista_step_backward_kernel[(triton.cdiv(rows, blocks["ROWS"]),)](
             *(grad_output, output, dictionary, grad_codes, grad_residual, grad_update, rows, step),
-            CODE_WIDTH=code_width,
-            WIDTH=width,
-            BLOCK_WIDTH=block_width(width),
+            **sizes_of(dictionary),
             PASSES_EVERYWHERE=nonlinearity == "identity",
             **blocks,
         )

@@ -33,6 +33,7 @@ from cdt_fast.kernels._common import (
     load_rows,
     programs_of,
     rows_of_sequences,
+    sizes_of,
     softmax_tile,
     store_rows,
     tile_scores,
@@ -310,10 +311,10 @@ def unrolled_backward_kernel(
 def forward(layer: Any, processors: int, blocks: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return H⁺ `[B, T, m]`, Z⁺ `[B, T, k]` and, with a target, the squared error of each block, in float32."""
     codes, signal, dictionary, projection, next_dictionary, target, lengths, step, threshold, scale, name = layer
-    (sequences, tokens, width), code_width = signal.shape, dictionary.shape[1]
+    sequences, tokens, width = signal.shape
     next_width = width if next_dictionary is None else next_dictionary.shape[0]
     programs = programs_of(sequences, tokens, processors, blocks)
-    next_codes = signal.new_empty((sequences, tokens, code_width))
+    next_codes = signal.new_empty((sequences, tokens, dictionary.shape[1]))
     next_projection = signal.new_empty((sequences, tokens, next_width))
     residual = next_projection if next_width == width else torch.empty_like(signal)
     errors = None if target is None else signal.new_empty((programs,), dtype=torch.float32)
@@ -323,9 +324,7 @@ def forward(layer: Any, processors: int, blocks: Mapping[str, Any]) -> tuple[Ten
             *(next_codes, next_projection, residual, errors, lengths),
             *(sequences, tokens, programs),
             *(step, threshold, scale),
-            CODE_WIDTH=code_width,
-            WIDTH=width,
-            BLOCK_WIDTH=block_width(width),
+            **sizes_of(dictionary),
             NEXT_WIDTH=next_width,
             BLOCK_NEXT_WIDTH=block_width(next_width),
             NONLINEARITY=name,
@@ -348,7 +347,7 @@ def backward(
     """Return dU, (1/c)(X − A Z), the whole dZ⁺, dX, dZ and dH; None or, for dX, anything, if not needed."""
     needs_signal, needs_codes, needs_dictionary, needs_projection = needs
     codes, signal, dictionary, projection, next_dictionary, target, lengths, step, _, scale, name = layer
-    (sequences, tokens, width), code_width = signal.shape, dictionary.shape[1]
+    sequences, tokens, width = signal.shape
     next_width = width if next_dictionary is None else next_dictionary.shape[0]
     target = None if grad_error is None else target
     next_projection = None if target is None else next_projection
@@ -369,9 +368,7 @@ def backward(
             *(update, whole, residual, grad_residual, grad_signal, grad_projection, grad_codes),
             *(sequences, tokens, programs),
             *(step, scale),
-            CODE_WIDTH=code_width,
-            WIDTH=width,
-            BLOCK_WIDTH=block_width(width),
+            **sizes_of(dictionary),
             NEXT_WIDTH=next_width,
             BLOCK_NEXT_WIDTH=block_width(next_width),
             NONLINEARITY=name,

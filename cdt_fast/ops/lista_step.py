@@ -126,13 +126,9 @@ def _gradients(
             parts = kernels.backward(*tensors, step, nonlinearity, needs_codes, needs_dictionary, blocks)
     if parts is None:
         grad_update = common.shrink_backward(grad_output, output, nonlinearity)
-        grad_codes, grad_residual = None, torch.mm(grad_update, atoms.mT).mul_(step)
-    else:
-        grad_codes, grad_residual, grad_update = parts
-    if needs_dictionary:
-        assert codes is not None
-        assert residual is not None
-        assert grad_update is not None
+        parts = None, torch.mm(grad_update, atoms.mT).mul_(step), grad_update
+    grad_codes, grad_residual, grad_update = parts
+    if codes is not None and residual is not None and grad_update is not None:
         # dD = step · Rᵀ dU − dRᵀ H, each product in float32 where the card can write it.
         wide = torch.promote_types(dictionary.dtype, torch.float32)
         grad_dictionary = common.product_over_rows(residual, grad_update, wide).mul_(step)
