@@ -27,7 +27,6 @@ LayerNonlinearity = Literal["soft_threshold", "relu"]
 Nonlinearity = Literal["soft_threshold", "relu", "identity"]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-OLDEST_TRITON = (3, 4)
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -103,8 +102,6 @@ def unavailable_reason() -> str | None:
     """Return why no kernel can run on this machine, or None if kernels can run."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed: pip install triton"
-    if triton_version() < OLDEST_TRITON:
-        return "Triton {}.{} is too old: {}.{} or newer is needed".format(*triton_version(), *OLDEST_TRITON)
     if interpreting():
         return None
     if torch.version.hip is not None:

@@ -109,11 +109,9 @@ def test_float32_is_multiplied_by_kernels_only_on_tensor_cores(
         assert common.choose_backend("an_op", tensor, multiplies=True) == "triton"
 
 
-def test_a_missing_or_old_triton_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pytest.importorskip("triton"), "__version__", "3.2.0")
-    for found, reason in (("a spec", "Triton 3.2 is too old: 3.4 or newer"), (None, "Triton is not installed")):
-        monkeypatch.setattr(common.importlib.util, "find_spec", lambda name, found=found: found)
-        assert reason in str(common.unavailable_reason.__wrapped__())
+def test_a_missing_triton_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(common.importlib.util, "find_spec", lambda name: None)
+    assert "Triton is not installed" in str(common.unavailable_reason.__wrapped__())
 
 
 @pytest.mark.parametrize(
