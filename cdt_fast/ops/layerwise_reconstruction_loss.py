@@ -46,7 +46,7 @@ def layerwise_reconstruction_loss(
         is differentiable and `total` is its plain sum.
 
     Raises:
-        InputError: no reconstruction, no token that counts, a wrong shape, dtype, device or number of weights, or a
+        InputError: no reconstruction, a mean over no token, a wrong shape, dtype, device or number of weights, or a
             second derivative. On a GPU `lengths` are not waited for: where they leave no token the loss is NaN.
     """
     rank = 1 if lengths is None else 2
@@ -79,7 +79,6 @@ def _forward(
     reconstructions: list[Tensor], target: Tensor, padding: Tensor | None, reduction: common.Reduction, backend: str
 ) -> Tensor:
     """Return the losses `[depths]`, in the widest of the dtypes and at least float32."""
-    tokens = _tokens(target, padding)
     errors = None
     if backend == "triton":
         from cdt_fast.kernels import layerwise_reconstruction_loss as kernels
@@ -90,7 +89,7 @@ def _forward(
     if errors is None:
         errors = squared_errors(reconstructions, target, padding)
     errors = errors.to(_widest(reconstructions))
-    return errors if reduction == "sum" else errors.div_(tokens)
+    return errors if reduction == "sum" else errors.div_(_tokens(target, padding))
 
 
 def _forward_fake(reconstructions: list[Tensor], target: Tensor, *others: Any) -> Tensor:

@@ -226,14 +226,10 @@ def _layer_of_ops(layer: _Layer) -> tuple[Tensor, Tensor, Tensor | None]:
         next_projection = next_codes @ (dictionary if next_dictionary is None else next_dictionary).mT
     if target is None:
         return next_codes, next_projection, None
-    tokens = next_codes.shape[:-1].numel()
-    if not tokens:
-        return next_codes, next_projection, next_projection.sum(dtype=torch.promote_types(dtype, torch.float32))
     target = common.without_padding(target, padding)
     if target.dtype == torch.float64 and dtype != torch.float64:
         target = target.float()  # no kernel reads float64, and the error is not summed in it
-    losses = layerwise_reconstruction_loss([next_projection], target)
-    return next_codes, next_projection, losses.per_depth[0] * tokens
+    return next_codes, next_projection, layerwise_reconstruction_loss([next_projection], target, reduction="sum").total
 
 
 # The layer as one operator
@@ -334,8 +330,7 @@ def _gradients(
     update, residual, grad_next, grad_signal, grad_projection, grad_codes = found
     padding = common.padding_mask(lengths, signal)
     grad_dictionary = grad_next_dictionary = None
-    if needs_dictionary:
-        assert residual is not None
+    if residual is not None:
         grad_dictionary = common.product_over_rows(common.rows_of(residual), common.rows_of(update), dictionary.dtype)
     if grad_next is not None and (needs_dictionary if tied else needs_next_dictionary):
         rows = common.rows_of(common.without_padding(grad_next, padding)), common.rows_of(next_codes)
@@ -349,8 +344,7 @@ def _gradients(
         rows = common.rows_of(grad_projection)
         if grad_codes is not None:
             common.rows_of(grad_codes).addmm_(rows, low)
-        if grad_dictionary is not None:
-            assert codes is not None
+        if grad_dictionary is not None and codes is not None:
             common.add_product(grad_dictionary, rows, common.rows_of(common.without_padding(codes, padding)))
     return [grad_signal, grad_codes, grad_dictionary, grad_projection, grad_next_dictionary]
 
