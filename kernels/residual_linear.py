@@ -26,7 +26,7 @@ BLOCKS = {
     "float32": {"ROWS": 128, "COLUMNS": 64, "DEPTH": 32, "num_warps": 8, "num_stages": 3},
 }
 # Rows of tiles that are worked on together, so that what they read of the weight is still in the L2 cache.
-ROW_TILES = 8
+ROW_TILES = tl.constexpr(8)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -51,7 +51,6 @@ def residual_linear_forward_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
-    ROW_TILES: tl.constexpr,
 ):
     tile = tl.program_id(0)
     tiles_together = ROW_TILES * tl.cdiv(columns, COLUMNS)
@@ -111,7 +110,6 @@ def forward(
             alpha,
             threshold,
             NONLINEARITY=nonlinearity,
-            ROW_TILES=ROW_TILES,
             **blocks,
         )
     return output
