@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import importlib
 import importlib.util
 import inspect
 import re
@@ -254,15 +255,15 @@ def choose_backend(op: str, *tensors: Tensor, multiplies: bool = False) -> Backe
 
 
 @contextlib.contextmanager
-def or_plain_torch(op: str, tensor: Tensor) -> Iterator[None]:
-    """Run the kernels of `op`: if one fails, go on behind the block, where plain torch stands.
+def or_plain_torch(op: str, tensor: Tensor) -> Iterator[Any]:
+    """Yield the module of the kernels of `op`: if one fails, go on behind the block, where plain torch stands.
 
     Plain torch replaces them from now on, with one warning, for the dtype and device of `tensor`. Until they have
     worked there once, any error counts; then only the compiler's. All else is raised, and every error under "triton".
     """
     key = op, tensor.dtype, tensor.device
     try:
-        yield
+        yield importlib.import_module(f"cdt_fast.kernels.{op}")
     except Exception as error:
         # Triton's is a RuntimeError.
         memory = isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)

@@ -112,14 +112,11 @@ def _forward(
     parameters: Tensor,  # β, δ, κ, [3]
 ) -> tuple[Tensor, Tensor]:
     """Return the tokens and their variance `[B, T]`."""
-    from cdt_fast.kernels import denoising_layer as kernels
-
     dictionary = dictionary.to(signal.dtype)
-    with common.or_plain_torch("denoising_layer", signal):
+    with common.or_plain_torch("denoising_layer", signal) as kernels:
         matrices = for_card(signal, features, dictionary.contiguous())
         blocks, processors = common.blocks_for(kernels.BLOCKS, signal), common.card_of(signal).processors
-        given: Any = *matrices, thresholds.float(), parameters.float(), processors, blocks
-        tokens, variance = kernels.forward(*given)
+        tokens, variance = kernels.forward(*matrices, thresholds.float(), parameters.float(), processors, blocks)
         return tokens, variance.to(signal.dtype)
     return denoising_layer_reference(signal, features, dictionary, thresholds, *parameters)
 
@@ -141,15 +138,13 @@ def _gradients(
     needs: list[bool],
 ) -> list[Tensor | None]:
     """Return the gradients of the first five arguments."""
-    from cdt_fast.kernels import denoising_layer as kernels
-
     tensors = signal, features, dictionary, thresholds, parameters
-    with common.or_plain_torch("denoising_layer", signal):
+    with common.or_plain_torch("denoising_layer", signal) as kernels:
         low = dictionary.to(signal.dtype).contiguous()
         *matrices, grad_tokens = for_card(signal, features, low, grad_tokens)
         upstream = grad_tokens, None if grad_variance is None else grad_variance.float()
         blocks, processors = common.blocks_for(kernels.BACKWARD_BLOCKS, signal), common.card_of(signal).processors
-        given: Any = *matrices, thresholds.float(), parameters.float(), *upstream, needs[2], processors, blocks
+        given = *matrices, thresholds.float(), parameters.float(), *upstream, needs[2], processors, blocks
         *firsts, grad_thresholds, grad_parameters, grad_dictionary = kernels.backward(*given)
         found = *firsts, grad_dictionary, grad_thresholds, grad_parameters
         return [None if each is None else each.to(of.dtype) for each, of in zip(found, tensors, strict=True)]

@@ -505,9 +505,7 @@ class _Head:
     ) -> None:
         options = self._options
         if self._backend == "triton":
-            from cdt_fast.kernels import layerwise_cross_entropy as kernels
-
-            with common.or_plain_torch("layerwise_cross_entropy", logits):
+            with common.or_plain_torch("layerwise_cross_entropy", logits) as kernels:
                 flags = options.ignore_index, options.softcap, options.label_smoothing, options.z_loss
                 shard: dict[str, Any] = {"first": options.first, "classes": options.classes, "log_sums": log_sums}
                 kernels.cross_entropy_(logits, self._columns, targets, losses, scales, *flags, **shard)

@@ -81,9 +81,7 @@ def _forward(
     """Return the losses `[depths]`, in the widest of the dtypes and at least float32."""
     errors = None
     if backend == "triton":
-        from cdt_fast.kernels import layerwise_reconstruction_loss as kernels
-
-        with common.or_plain_torch("layerwise_reconstruction_loss", target):
+        with common.or_plain_torch("layerwise_reconstruction_loss", target) as kernels:
             blocks = common.blocks_for(kernels.BLOCKS, target, multiplies=False)
             errors = kernels.forward(reconstructions, target, padding, blocks)
     if errors is None:
@@ -112,9 +110,7 @@ def _gradients(
     if reduction == "mean":
         factors /= _tokens(target, padding)
     if backend == "triton":
-        from cdt_fast.kernels import layerwise_reconstruction_loss as kernels
-
-        with common.or_plain_torch("layerwise_reconstruction_loss", target):
+        with common.or_plain_torch("layerwise_reconstruction_loss", target) as kernels:
             blocks = common.blocks_for(kernels.BLOCKS, target, multiplies=False)
             return kernels.backward(reconstructions, target, padding, factors.float(), needs, blocks)
     zeros = common.zero_weight_mask(factors)

@@ -81,9 +81,7 @@ def _forward(
     """Return the next codes `[rows, m]` and the residual `[rows, n]`, or `[0, n]` if it is not kept."""
     dictionary = dictionary.to(codes.dtype)
     if backend == "triton":
-        from cdt_fast.kernels import lista_step as kernels
-
-        with common.or_plain_torch("lista_step", codes):
+        with common.or_plain_torch("lista_step", codes) as kernels:
             blocks = common.blocks_for(kernels.BLOCKS, codes)
             tensors = codes.contiguous(), signal.contiguous(), dictionary.contiguous()
             next_codes, kept = kernels.forward(*tensors, step, threshold, nonlinearity, keep_residual, blocks)
@@ -118,9 +116,7 @@ def _gradients(
     atoms = dictionary.to(output.dtype)
     parts = grad_dictionary = None
     if backend == "triton":
-        from cdt_fast.kernels import lista_step as kernels
-
-        with common.or_plain_torch("lista_step", output):
+        with common.or_plain_torch("lista_step", output) as kernels:
             blocks = common.blocks_for(kernels.BLOCKS, output)
             tensors = grad_output.contiguous(), output, atoms.contiguous()
             parts = kernels.backward(*tensors, step, nonlinearity, needs_codes, needs_dictionary, blocks)

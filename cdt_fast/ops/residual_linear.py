@@ -88,9 +88,7 @@ def _forward(
     """Return `[rows, m]`, contiguous, in the dtype of x."""
     weight = weight.to(x.dtype)
     if backend == "triton":
-        from cdt_fast.kernels import residual_linear as kernels
-
-        with common.or_plain_torch("residual_linear", x):
+        with common.or_plain_torch("residual_linear", x) as kernels:
             blocks = common.blocks_for(kernels.BLOCKS, x)
             return kernels.forward(x, weight, residual, alpha, threshold, nonlinearity, blocks)
     return common.shrink_(torch.addmm(residual.to(x.dtype), x, weight, alpha=alpha), threshold, nonlinearity)

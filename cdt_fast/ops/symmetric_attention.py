@@ -112,9 +112,7 @@ def _forward(
     if it is kept; in plain torch it is the attention, if it is kept; else it is empty.
     """
     if backend == "triton":
-        from cdt_fast.kernels import symmetric_attention as kernels
-
-        with common.or_plain_torch("symmetric_attention", z):
+        with common.or_plain_torch("symmetric_attention", z) as kernels:
             blocks = _blocks(kernels.BLOCKS, kernels.SHORT, z, values, energy)
             found = kernels.forward(z, values, lengths, scale, energy, _keeps_remainder(z, keeps), blocks)
             return found[0], found[1], z.new_empty(0) if found[2] is None else found[2]
@@ -163,9 +161,7 @@ def _gradients(
 ) -> list[Tensor | None]:
     """Return the gradients of z and of the values; without values all of it is in that of z."""
     if log_sum_exp.numel() and backend == "triton":
-        from cdt_fast.kernels import symmetric_attention as kernels
-
-        with common.or_plain_torch("symmetric_attention", z):
+        with common.or_plain_torch("symmetric_attention", z) as kernels:
             blocks = _blocks(kernels.BACKWARD_BLOCKS, kernels.SHORT, z, values, energy)
             tensors = grad_output, z, values, lengths, output, log_sum_exp, kept if kept.dim() > 1 else None
             needs_z, needs_values = needs

@@ -261,9 +261,7 @@ def _forward(
     tensors: tuple[Any, Any, Any, Any, Any] = for_card(codes, signal, low, projection, next_low)
     layer = _Layer(*tensors, target, lengths, step, threshold, scale, nonlinearity)
     if backend == "triton":
-        from cdt_fast.kernels import unrolled_layer as kernels
-
-        with common.or_plain_torch("unrolled_layer", signal):
+        with common.or_plain_torch("unrolled_layer", signal) as kernels:
             widest = max(signal.shape[2], (low if next_low is None else next_low).shape[0])
             blocks = common.blocks_for(kernels.LEAN_BLOCKS if _is_lean(layer) else kernels.BLOCKS, signal, widest)
             found = kernels.forward(layer, common.card_of(signal).processors, blocks)
@@ -320,9 +318,7 @@ def _gradients(
     given = *read, grad_error, [*needs[:3], projects]
     found = None
     if backend == "triton":
-        from cdt_fast.kernels import unrolled_layer as kernels
-
-        with common.or_plain_torch("unrolled_layer", signal):
+        with common.or_plain_torch("unrolled_layer", signal) as kernels:
             lean = _is_lean(layer)
             blocks = common.blocks_for(kernels.LEAN_BACKWARD_BLOCKS if lean else kernels.BACKWARD_BLOCKS, signal)
             found = kernels.backward(layer, *given, common.card_of(signal).processors, blocks)

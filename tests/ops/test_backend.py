@@ -170,12 +170,12 @@ def test_a_first_launch_that_fails_leaves_plain_torch(
 
 def test_only_the_compiler_is_forgiven_once_a_kernel_has_worked(on_a_card: None) -> None:
     def fail(error: Exception) -> None:
-        with common.or_plain_torch("an_op", torch.zeros(3)):
+        with common.or_plain_torch("lista_step", torch.zeros(3)):
             raise error
 
     blamed = InputError(), TypeError("unexpected keyword"), torch.OutOfMemoryError(), RuntimeError("out of memory")
     for size in (0, 3):
-        with common.or_plain_torch("an_op", torch.zeros(size)):
+        with common.or_plain_torch("lista_step", torch.zeros(size)):
             pass
         for error in (*blamed, *[RuntimeError("an illegal memory access was encountered")] * (size > 0)):
             with pytest.raises(type(error)):
