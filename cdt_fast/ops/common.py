@@ -14,7 +14,6 @@ from typing import Any, Literal, NamedTuple, Self, TypeVar, get_args
 import torch
 from torch import Tensor
 from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
-from torch._library.autograd import supports_tensorlist
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_map_only
 
@@ -381,11 +380,6 @@ def differentiable(
         ctx.set_materialize_grads(False)
         setup_context(ctx, inputs, output)
 
-    def direct_forward(ctx: Any, *inputs: Any) -> Any:
-        output = forward(*inputs)
-        prepare(ctx, inputs, output)
-        return output
-
     def whole_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         missing = all(grad is None for grad in grads if not isinstance(grad, list))
         with torch.no_grad():
@@ -400,17 +394,35 @@ def differentiable(
 
     operator = define(name, forward, fake, schema)
     operator.register_autograd(whole_backward, setup_context=prepare)
-    methods = {"forward": staticmethod(direct_forward), "backward": staticmethod(whole_backward)}
+
+    def direct_forward(ctx: Any, *inputs: Any) -> Any:
+        output = forward(*inputs)
+        prepare(ctx, inputs, output)
+        return output
+
+    # An autograd function sees no tensor in a list: it takes them one by one, and how many they are.
+    def flat_forward(ctx: Any, lengths: Sequence[int | None], *flat: Any) -> Any:
+        ctx.needs_input_grad = _nested(lengths, ctx.needs_input_grad[1:])
+        output = direct_forward(ctx, *_nested(lengths, flat))
+        return output if isinstance(output, Tensor) else tuple(_flat(output))
+
+    def flat_backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        return None, *_flat(whole_backward(ctx, *grads))
+
+    lists = "Tensor[]" in str(operator._opoverload._schema)
+    run, differentiate = (flat_forward, flat_backward) if lists else (direct_forward, whole_backward)
+    methods = {"forward": staticmethod(run), "backward": staticmethod(differentiate)}
     direct: Any = type(name, (torch.autograd.Function,), methods)
-    if "Tensor[]" in str(operator._opoverload._schema):
-        direct = supports_tensorlist(direct)
 
     def call(*arguments: Any) -> Any:
         tensors = _tensors_in(arguments)
         if not is_plain_eager(*tensors):
             return operator(*arguments)
-        needs = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-        return direct.apply(*arguments) if needs else forward(*arguments)
+        if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
+            return forward(*arguments)
+        if not lists:
+            return direct.apply(*arguments)
+        return direct.apply([len(one) if isinstance(one, list) else None for one in arguments], *_flat(arguments))
 
     return call
 
@@ -440,9 +452,18 @@ def gradients_of(op: str, like: Callable[..., Sequence[Tensor | None]]) -> Calla
     return decorate
 
 
+def _flat(values: Sequence[Any]) -> list[Any]:
+    return [one for value in values for one in (value if isinstance(value, list) else (value,))]
+
+
+def _nested(lengths: Sequence[int | None], values: Sequence[Any]) -> list[Any]:
+    """Undo `_flat`; a length is None for what was no list."""
+    found = iter(values)
+    return [next(found) if length is None else [next(found) for _ in range(length)] for length in lengths]
+
+
 def _tensors_in(arguments: Sequence[Any]) -> list[Tensor]:
-    lists = (one if isinstance(one, list) else [one] for one in arguments)
-    return [one for some in lists for one in some if isinstance(one, Tensor)]
+    return [one for one in _flat(arguments) if isinstance(one, Tensor)]
 
 
 class _Once(torch.autograd.Function):
