@@ -14,6 +14,7 @@ from torch import Tensor
 from cdt_fast.checks import InputError, printable
 from cdt_fast.files import replaced_atomically, try_lock
 from cdt_fast.models import DenoisingDUST, DenoisingViT
+from cdt_fast.ops.common import cpu_has_bf16_products
 from cdt_fast.progress import progress_bar
 from cdt_fast.video.data import open_source
 from cdt_fast.video.data.crops import from_opponent, to_opponent
@@ -46,14 +47,20 @@ class Denoising:
                 yield from self._window(np.stack(window))
                 before, window = window, []
         if window:
-            # The rest is filled up with frames from before, so that it too has the context the model was trained with,
-            # and a clip that is shorter than a window with its last frame until patches fill it.
-            context = before[len(window) :]
-            missing = -(len(context) + len(window)) % self.settings.data.patch_frames
-            given = np.stack([*context, *window, *[window[-1]] * missing])
-            yield from self._window(given)[len(context) : len(context) + len(window)]
+            # The rest is filled up with frames from before, so that it too has the context the model was trained with.
+            given, size = [*before[len(window) :], *window], self.settings.data.patch_frames
+            rest = len(given) % size
+            if not rest:
+                result = self._window(np.stack(given))
+            elif len(given) > size:  # the last frames are a patch of their own
+                result = self._window(np.stack([*given[:-rest], *given[-size:]]))
+                result = np.concatenate([result[: len(given) - rest], result[-rest:]])
+            else:
+                result = self._window(np.stack((given * size)[:size]), size / len(given))[: len(given)]
+            yield from result[-len(window) :]
 
-    def _window(self, frames: np.ndarray) -> np.ndarray:
+    def _window(self, frames: np.ndarray, copies: float = 1.0) -> np.ndarray:
+        """Denoise a window, in which so many frames are the same one, with the same noise."""
         channels = frames.shape[-1]
         if (frames == frames[..., :1]).all():
             # A gray video in a file of colors is one plane: brightness of three would have its noise √3 times.
@@ -65,25 +72,35 @@ class Denoising:
             # Most files have color at half the resolution, where no fine differences are left to estimate noise by.
             sigma = estimated_noise(planes[0]) * LEVELS if sigma is None else sigma
         # A plane at a time: at full size the codes of one are large enough.
-        result = torch.cat([self.plane(plane.unsqueeze(0), sigma) for plane in planes])
+        result = torch.cat(
+            [
+                self.plane(plane.unsqueeze(0), sigma, copies, few_grids=opponent and number > 0)
+                for number, plane in enumerate(planes)
+            ]
+        )
         result = (from_opponent(result) if opponent else result).expand(channels, -1, -1, -1)
         return (result * LEVELS).round_().clamp_(0, 255).to(torch.uint8).permute(1, 2, 3, 0).cpu().numpy()
 
     @torch.no_grad()
-    def plane(self, frames: Tensor, sigma: float | None) -> Tensor:
+    def plane(self, frames: Tensor, sigma: float | None, copies: float = 1.0, *, few_grids: bool = False) -> Tensor:
         """Denoise a plane `[1, T, h, w]` of a window, whose noise in gray levels is estimated where `sigma` is None."""
         data, deviation = self.settings.data, frames.new_zeros(1)
         if isinstance(self.model, DenoisingDUST):
             self.found.append(estimated_noise(frames) * LEVELS if sigma is None else sigma)
-            deviation = frames.new_full((1,), self.found[-1] / LEVELS)
+            # In the codes that the same noise adds up in, its deviation grows with the root of their number.
+            deviation = frames.new_full((1,), copies**0.5 * self.found[-1] / LEVELS)
         elif isinstance(self.model, DenoisingViT) and any(
             -(-length // data.patch) * data.patch != data.size for length in frames.shape[-2:]
         ):
             size = f"{frames.shape[-1]}x{frames.shape[-2]}"
             raise InputError(f"a vit denoises frames as it was trained on, {data.size}x{data.size}, got {size}")
-        # Products of float16 move no level's PSNR by more than a hundredth of a dB.
-        with torch.autocast("cuda", torch.float16, enabled=frames.is_cuda):
-            return reconstructed(self.model, self.settings, frames, deviation, self.grids, self.depth, True)[-1]
+        # Narrow products move no level's PSNR by more than a hundredth of a dB.
+        narrow = torch.float16 if frames.is_cuda else torch.bfloat16
+        enabled = frames.is_cuda or (self.settings.crops and cpu_has_bf16_products())
+        with torch.autocast(frames.device.type, narrow, enabled=enabled):
+            return reconstructed(self.model, self.settings, frames, deviation, self.grids, self.depth, True, few_grids)[
+                -1
+            ]
 
 
 def denoise_video(

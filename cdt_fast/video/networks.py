@@ -22,7 +22,7 @@ Places = list[tuple[int, int]]  # rows and columns that grids of patches are mov
 
 _HEAD_WIDTH = 64  # of a ViT with random weights
 # What a processor has in its caches together, where it keeps nothing for gradients; less leaves a GPU without work.
-_PIXELS_AT_ONCE = {"cpu": 2**17, "cuda": 2**24}
+_PIXELS_AT_ONCE = {"cpu": 2**20, "cuda": 2**24}
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -79,6 +79,7 @@ def reconstructed(
     grids: int | None = None,
     depth: int | None = None,
     only_last: bool = False,
+    few_grids: bool = False,
 ) -> list[Tensor]:
     """Return the frames `[b, T, h, w]` of every depth up to `depth`.
 
@@ -91,9 +92,10 @@ def reconstructed(
         grids: how many of them along each side; None: as in the training.
         depth: number of layers, None for all.
         only_last: the result of the last of these depths is enough.
+        few_grids: half as many as in the training are enough, where `grids` is None.
     """
     stop, data, (height, width) = model.layers if depth is None else depth, settings.data, noisy.shape[-2:]
-    places = settings.grid_places(grids) if isinstance(model, DenoisingDUST) else [(0, 0)]
+    places = settings.grid_places(grids, few_grids) if isinstance(model, DenoisingDUST) else [(0, 0)]
     top, left = (max(along) for along in zip(*places, strict=True))
     rows, columns = (-(-length // data.patch) * data.patch for length in (height + top, width + left))
 
@@ -107,6 +109,7 @@ def reconstructed(
         shown = (from_patches(output, tuple(given.shape), data.patch, settings.sequence) for output in outputs)
         return [frames[..., :height, :width] for frames in shown]
 
+    times = noisy.shape[1] // data.patch_frames
     # Whole grids together, as many as fit; else bands of a grid.
     most = _PIXELS_AT_ONCE["cpu" if noisy.device.type == "cpu" and not torch.is_grad_enabled() else "cuda"]
     together = max(1, most // (noisy.numel() // (height * width) * rows * columns))
@@ -117,33 +120,30 @@ def reconstructed(
         for start in range(0, rows, band)
     ]
 
-    def cut(frames: Tensor, some: Places, start: int, length: int) -> Tensor:
-        moved = [
-            frames[:, :, top - row + start : top - row + start + length, left - column : left - column + columns]
-            for row, column in some
-        ]
-        return tokens_of(torch.cat(moved) if len(moved) > 1 else moved[0], settings)
+    def patches(frames: Tensor, place: tuple[int, int], start: int, length: int) -> Tensor:
+        """Return a view of a band of a grid's patches, [b, rows, columns, times, frames, patch, patch]."""
+        up, back = top - place[0] + start, left - place[1]
+        view = frames[:, :, up : up + length, back : back + columns].unflatten(3, (-1, data.patch))
+        return view.unflatten(2, (-1, data.patch)).unflatten(1, (times, -1)).permute(0, 3, 5, 1, 2, 4, 6)
 
-    def add(total: Tensor, tokens: Tensor, some: Places, start: int, length: int) -> None:
-        patch_frames = tokens.shape[-1] // data.patch**2
-        frames = from_patches(tokens, (-1, total.shape[1], length, columns), data.patch, "time", patch_frames)
-        for (row, column), part in zip(some, frames.chunk(len(some)), strict=True):
-            down, right = top - row + start, left - column
-            total[:, :, down : down + length, right : right + columns] += part
+    def tokens(frames: Tensor, some: Places, start: int, length: int) -> Tensor:
+        return torch.cat([patches(frames, place, start, length) for place in some]).flatten(4).flatten(0, 2)
 
     unit = deviation.clamp(min=LEAST_DEVIATION).to(noisy)[:, None, None, None]
     results, kept = [noisy / unit], list[Any]()
     first = whole(results[0])
     for level in range(1, stop + 1):
-        given = first if level == 1 else whole(results[-1])
-        total, weights = torch.zeros_like(given), torch.zeros_like(given[:, :: data.patch_frames])
-        for number, part in enumerate(parts):
+        estimate = first if level == 1 else whole(results[-1])
+        total, weights = torch.zeros_like(first), torch.zeros_like(first[:, :: data.patch_frames])
+        for number, (some, start, length) in enumerate(parts):
             if len(kept) == number:
-                kept.append(model.refinement(cut(first, *part)))
-            estimate, weight = kept[number](level, cut(given, *part))
-            add(total, estimate * weight.unsqueeze(-1), *part)
-            # Those of a patch, once for all of its frames.
-            add(weights, weight.unsqueeze(-1).expand(-1, -1, data.patch**2), *part)
+                kept.append(model.refinement(tokens(first, some, start, length)))
+            found = kept[number](level, tokens(estimate, some, start, length))
+            for place, values, weight in zip(some, *(each.chunk(len(some)) for each in found), strict=True):
+                there = patches(total, place, start, length)
+                factor = weight.view(*there.shape[:4], 1, 1, 1)
+                there.addcmul_(values.view(there.shape), factor)
+                patches(weights, place, start, length).add_(factor)  # once for all frames of a patch
         mean = total.unflatten(1, (-1, data.patch_frames)) / weights.unsqueeze(2)
         results.append(mean.flatten(1, 2)[..., top : top + height, left : left + width])
     return [noisy, *(frames * unit for frames in results[1:])]

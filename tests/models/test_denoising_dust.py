@@ -52,6 +52,22 @@ def written_out(model: DenoisingDUST, level: int, noisy: Tensor, estimate: Tenso
     return mean + (codes * gate) @ dictionary.T, (variance + 0.1) ** -model.exponents[layer]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("level", range(1, LAYERS + 1))
+def test_without_gradients_a_layer_is_as_precise(level: int, dtype: torch.dtype) -> None:
+    model, (noisy, estimate) = trained(), tokens()
+    exact = model.refinement(noisy)(level, estimate)
+    narrow = model.to(torch.float32 if dtype == torch.bfloat16 else dtype)
+    given = [each.to(narrow.dictionary.dtype) for each in (noisy, estimate)]
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+        with_gradients = narrow.refinement(given[0])(level, given[1])
+        with torch.no_grad():
+            found = narrow.refinement(given[0])(level, given[1])
+    for truth, allowed, result in zip(exact, with_gradients, found, strict=True):
+        errors = [(each.double() - truth).square().mean().sqrt().item() for each in (result, allowed)]
+        assert errors[0] <= 1.5 * errors[1] + torch.finfo(dtype).eps * truth.square().mean().sqrt().item()
+
+
 @pytest.mark.parametrize("level", range(1, LAYERS + 1))
 def test_a_layer_is_that_of_the_docstrings_with_every_gradient(level: int) -> None:
     model, (noisy, estimate) = trained(), tokens()

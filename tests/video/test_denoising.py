@@ -89,6 +89,19 @@ def test_frames_are_those_of_the_model_in_every_plane_and_window(trained: Any) -
             assert (there - shown).abs().max() <= 1
 
 
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 7])
+def test_a_few_frames_lose_their_noise_too(count: int) -> None:
+    """Frames that are repeated to fill a patch repeat their noise, of which the network must be told."""
+    settings = VideoSettings.chosen({})
+    clean = np.repeat(scrolling_clip(count, 48, 48)[..., None] // 4 + 60, 3, -1)
+    noise = 20 * np.random.default_rng(0).standard_normal((count, 48, 48, 1))
+    noisy = np.clip(clean + noise, 0, 255).astype(np.uint8)
+    found = np.stack(list(Denoising(build_network(settings), settings, 3, 20.0).frames(noisy)))
+    before, after = (np.square(frames - clean.astype(float)).mean((1, 2, 3)) for frames in (noisy, found))
+    assert found.shape == clean.shape
+    assert (after < before / 5).all()
+
+
 @pytest.mark.parametrize("pixels", ["bgr0", "yuv420p"])
 def test_the_noise_of_color_is_found_and_removed_at_half_its_resolution_too(tmp_path: Path, pixels: str) -> None:
     settings = VideoSettings.chosen({"model": {"layers": 3}})
