@@ -17,6 +17,7 @@ from cdt_fast.tasks import TASKS
 from cdt_fast.training.interruption import Interrupted
 from cdt_fast.training.run_folder import RunFolder, RunInUse
 from cdt_fast.training.settings import SECTIONS, RunSettings
+from cdt_fast.video.settings import VideoSettings
 
 # What computes is imported in the commands: torch takes seconds, for which help and a refusal need not wait. `train`
 # and `reproduce` import it before there is a folder: a signal meanwhile must leave no empty run behind.
@@ -102,8 +103,10 @@ def _train_and_evaluate(run: RunFolder, settings: RunSettings, data: Any = None,
 
 def evaluate(options: argparse.Namespace) -> None:
     """Evaluate a run, or with --clips measure its denoiser on other clips beside others."""
-    run, settings = tasks.open_run(options.folder)
     if options.clips is None:
+        if options.folder is None:
+            raise InputError("RUN is missing: cdt-fast evaluate RUN")
+        run, settings = tasks.open_run(options.folder)
         if options.gammas is not None:
             settings.set("evaluation", "gammas", options.gammas)
             settings.check_noise()
@@ -111,18 +114,26 @@ def evaluate(options: argparse.Namespace) -> None:
         return
     if options.gammas is not None:
         raise InputError("--gammas and --clips cannot be given together: clips are measured at noise of 10 to 50")
-    _check_is_video(run, settings, "--clips is for denoisers of video")
     from cdt_fast.video.comparison import as_table, compare_denoisers
-    from cdt_fast.video.networks import load_network
 
-    found = compare_denoisers(load_network(run.model, settings.training.device), settings, options.clips)
+    found = compare_denoisers(*_denoiser(options.folder)[:2], options.clips)
     _save(options.json, found)
     print(as_text(as_table(found)))
 
 
-def _check_is_video(run: RunFolder, settings: RunSettings, what: str) -> None:
-    if settings.task != "video":
-        raise InputError(f"{run.path}: is a run of `train {settings.task}`; {what}")
+def _denoiser(folder: str | None) -> tuple[Any, Any, str]:
+    """Return the network of a run, or the one that comes with the package, its settings, and doubts about it."""
+    if folder is not None:
+        run, settings = tasks.open_run(folder)
+        if settings.task != "video":
+            raise InputError(f"{run.path}: is a run of `train {settings.task}`; only runs on video denoise")
+    from cdt_fast.video import networks
+    from cdt_fast.video.task import doubts
+
+    if folder is None:
+        return networks.load_network(networks.SHIPPED), VideoSettings(), ""
+    doubted = doubts(run, settings)
+    return networks.load_network(run.model, settings.training.device), settings, doubted and f"{run.path}: {doubted}"
 
 
 def _evaluate(
@@ -162,15 +173,10 @@ def _save(path: str | None, value: Any) -> None:
 
 def denoise(options: argparse.Namespace) -> None:
     """Denoise a video."""
-    run, settings = tasks.open_run(options.folder)
-    _check_is_video(run, settings, "only runs on video denoise")
+    model, settings, caution = _denoiser(options.run_folder)
     from cdt_fast.video.denoising import denoise_video
-    from cdt_fast.video.networks import load_network
-    from cdt_fast.video.task import doubts
 
-    model, doubted = load_network(run.model, settings.training.device), doubts(run, settings)
     chosen = {name: getattr(options, name) for name in ("depth", "sigma", "grids", "overwrite")}
-    caution = f"{run.path}: {doubted}" if doubted else ""
     written = denoise_video(model, settings, options.source, options.target, caution=caution, **chosen)
     _save(options.json, written)
     for note in written["notes"]:

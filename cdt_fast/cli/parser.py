@@ -65,7 +65,7 @@ def build_parser() -> Parser:
 
     text = "measure a run on its held-out data, and write its report"
     add = _command(shown, "evaluate", commands.evaluate, text, "evaluate runs/mine --gammas 10,30,50").add_argument
-    add("folder", metavar="RUN", help="run folder")
+    add("folder", nargs="?", metavar="RUN", help="run folder (with --clips: the denoiser of the package)")
     text = "noise levels in place of those of the run's settings; evaluation.json and the report are replaced"
     add("--gammas", metavar="LIST", help=text)
     text = "measure a denoiser of video on these clean clips, beside other denoisers: PSNR, SSIM, time a frame"
@@ -76,12 +76,13 @@ def build_parser() -> Parser:
     add("folders", nargs="+", metavar="RUN", help="run folders, evaluated on the same data")
     add("--out", default="comparison", metavar="DIR", help="folder of the report (comparison)")
 
-    text = "denoise a video with a trained run"
-    add = _command(shown, "denoise", commands.denoise, text, "denoise runs/mine noisy.mp4 clean.mp4").add_argument
-    add("folder", metavar="RUN", help="run folder")
+    text = "denoise a video"
+    add = _command(shown, "denoise", commands.denoise, text, "denoise noisy.mp4 clean.mp4").add_argument
     add("source", metavar="IN", help="video file, frame folder or .npy")
     text = "video file to write, same size, times and sound: .mp4, .m4v, .mov or .mkv"
     add("target", metavar="OUT", help=text)
+    text = "run folder, in place of the network that comes with the package"
+    add("--run", dest="run_folder", metavar="RUN", help=text)
     add("--depth", type=int, metavar="K", help="leave after K layers (default: all)")
     text = "the noise's standard deviation in gray levels of 0..255; auto: estimated from the frames (auto)"
     add("--sigma", type=_level, default="auto", metavar="LEVEL", help=text)

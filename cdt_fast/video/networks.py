@@ -20,6 +20,8 @@ from cdt_fast.video.settings import VideoSettings
 Denoiser = DUST | DenoisingDUST | DenoisingViT
 Places = list[tuple[int, int]]  # rows and columns that grids of patches are moved by
 
+# Trained on clips of several cameras and generated scenes; its README.md says which.
+SHIPPED = Path(__file__).parent / "denoiser"
 _HEAD_WIDTH = 64  # of a ViT with random weights
 # What a processor has in its caches together, where it keeps nothing for gradients; less leaves a GPU without work.
 _PIXELS_AT_ONCE = {"cpu": 2**20, "cuda": 2**24}
@@ -45,7 +47,11 @@ def build_network(settings: VideoSettings) -> Denoiser:
             raise InputError(f"[data] patch must be {side}, that of the ViT in {model.pretrained}; got {data.patch}")
         return vit
     if settings.crops:
-        return DenoisingDUST(data.patch, data.patch_frames, model.code_size, model.layers)
+        network = DenoisingDUST(data.patch, data.patch_frames, model.code_size, model.layers)
+        if not model.scratch:
+            shipped = load_pretrained(SHIPPED)
+            network = shipped if shipped.config == network.config else network
+        return network
     tied = not settings.constrained if model.tied is None else model.tied
     sizes = pixels, model.code_size or pixels, model.layers
     if model.model == "ut":
@@ -53,8 +59,8 @@ def build_network(settings: VideoSettings) -> Denoiser:
     return DUST(*sizes, tied=tied, scale=model.scale, sparsity=model.sparsity)
 
 
-def load_network(folder: Path, device: str) -> Denoiser:
-    """Return the trained network of a run, on the GPU where there is one and `device` is not "cpu"."""
+def load_network(folder: Path, device: str = "auto") -> Denoiser:
+    """Return the trained network in a folder, on the GPU where there is one and `device` is not "cpu"."""
     model = load_pretrained(folder)
     if not isinstance(model, Denoiser):
         raise InputError(f"{folder}: holds a {type(model).__name__}, expected a model for video")

@@ -43,6 +43,9 @@ class VideoModelSettings(Section):
     )
     sparsity: NonNegative = setting(0.2, "dust on whole frames: lambda_1; the threshold is lambda_1 / c")
     scale: float = setting(0.02, "dust, ut on whole frames: beta, factor of the attention scores")
+    scratch: bool = setting(
+        False, "crops: start from cosines, not from the weights that denoise uses without a run, where these fit"
+    )
     pretrained: str | None = setting(None, "vit: folder of a transformers ViT to start from (default: random weights)")
     width: Annotated[int, Field(ge=2)] = setting(192, "vit: d; heads are 64 wide")
 
@@ -91,6 +94,7 @@ class VideoSettings(shared.RunSettings):
             (pretrained is None, "pretrained is none", "layers width"),
             (model == "dust", "model is dust", "sparsity"),
             (model != "vit", "model is dust or ut", "code_size tied scale"),
+            (self.crops, "frames is crops", "scratch"),
             (not self.crops, "frames is resized", "tied scale sparsity"),
             (model == "vit", "model is vit", "pretrained width"),
         ]
