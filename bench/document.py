@@ -1,4 +1,4 @@
-"""The tables of the bench: a case on a terminal, and docs/benchmarks.md from the results files.
+"""The tables of the bench: a case on a terminal, and docs/benchmarks.md with its pictures from the results files.
 
     python -m cdt_fast.bench.document [--results bench/results] [--out docs/benchmarks.md]
 
@@ -6,6 +6,7 @@ The same files give the same text.
 """
 
 import argparse
+import itertools
 import os
 import sys
 from collections import Counter, defaultdict
@@ -13,11 +14,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cdt_fast.bench.measure import median_ratio
 from cdt_fast.bench.results_file import read
 from cdt_fast.bench.suites import SUITES
-from cdt_fast.checks import InputError
-from cdt_fast.files import write_text
+from cdt_fast.checks import InputError, MissingExtra
+from cdt_fast.files import replaced_atomically, write_text
 from cdt_fast.tables import as_markdown, as_text
 
 HEAD = ("implementation", "role", "rounds", "median", "spread", "× eager", "× best peer", "peak MiB")
@@ -33,9 +33,9 @@ all suites take about an hour on two cores, most of it for torch.compile.
 - Every time is forward and backward together; in the suite "step" also the optimizer and the multipliers.
 - An implementation is timed if it agrees with the formula. All of a case take turns, and a ratio is the median over the
   rounds of two times of one round, so that a drift of the machine's speed cancels. Above 1, `cdt_fast` is faster.
-- The baseline is eager torch unless the case says otherwise. Peers, the fastest first, are torch.compile, the libraries
-  that run there, and eager torch with the same trick: "by the identity" projects once per layer, "flattened" puts all
-  depths into one product.
+- The baseline is eager torch unless the case says otherwise. The best peer is the fastest of torch.compile, the
+  libraries that run there, and eager torch with the same trick: "by the identity" projects once per layer, "flattened"
+  puts all depths into one product.
 - MiB: peak memory allocated during a step, minus what stays allocated between steps; the baseline's in brackets. On a
   CPU, results from before 2026-11-25 are of resident memory instead.
 - "Tied values": the values are z. "Own" or "next" readout: the dictionary of a depth's own layer, or of the next one.
@@ -91,10 +91,10 @@ def document(results: Mapping[str, Mapping[str, Any]], links: str = "") -> str:
     """The text of the document from the contents of the results files by name; `links` leads to their folder."""
     lines = [INTRODUCTION]
     for name, file in sorted(results.items(), key=lambda item: ([*SUITES].index(item[1]["suite"]), item[1]["name"])):
-        cases = file["cases"]
-        lines += [f"## {file['suite']} on {file['name']}", "", f"{_setting(file)}: [every round]({links}{name}).", ""]
+        title, cases = f"{file['suite']} on {file['name']}", file["cases"]
+        lines += [f"## {title}", "", f"{_setting(file)}: [every round]({links}{name}).", ""]
         notes = list(dict.fromkeys(case["note"] for case in cases if case["note"]))
-        lines += [as_markdown(_table(cases, notes)), ""]
+        lines += [f"![{title}]({links}{Path(name).stem}.png)", "", as_markdown(_table(cases, notes)), ""]
         groups: dict[str, Counter[str]] = defaultdict(Counter)
         for implementation, remark in _remarks(cases):
             groups[remark][implementation] += 1
@@ -119,7 +119,7 @@ def _table(cases: Sequence[Case], notes: Sequence[str]) -> list[list[str]]:
     for case in cases:
         mark = f" ({notes.index(case['note']) + 1})" if case["note"] in notes else ""
         rows[case["case"].replace(f", {case['dtype']}", "")][case["dtype"]] = _figures(case, mark)
-    head = ["case", *(word for dtype in dtypes for word in (dtype, "× baseline", "× peers", "MiB"))]
+    head = ["case", *(word for dtype in dtypes for word in (dtype, "× baseline", "× best peer", "MiB"))]
     found = ([word for dtype in dtypes for word in one.get(dtype, [""] * 4)] for one in rows.values())
     return [head, *([title, *words] for title, words in zip(_without_common_start(list(rows)), found, strict=True))]
 
@@ -131,13 +131,8 @@ def _figures(case: Case, mark: str) -> list[str]:
         return [""] * 4
     baseline = _mebibytes(next((one for one in every if one["role"] == "eager"), {}))
     peak = f"{_mebibytes(own)} ({baseline})" if baseline else _mebibytes(own)
-    peers: list[tuple[float, str]] = []
-    for name, one in case["implementations"].items():
-        if one["role"] == "peer" and one["status"] == "timed":
-            rounds = len(one["seconds"])
-            peers.append((median_ratio(one["seconds"], own["seconds"][:rounds]), name))
-    shown = "; ".join(f"{ratio:.2f} {name}" for ratio, name in sorted(peers))
-    return [_seconds(own["median_seconds"]) + mark, _ratio(own["over_eager"]), shown, peak]
+    best = f"{_ratio(own['over_best_peer'])} {case['best_peer']}" if case["best_peer"] else ""
+    return [_seconds(own["median_seconds"]) + mark, _ratio(own["over_eager"]), best, peak]
 
 
 def _without_common_start(names: Sequence[str]) -> list[str]:
@@ -148,8 +143,40 @@ def _without_common_start(names: Sequence[str]) -> list[str]:
     return [", ".join(one) for one in words]
 
 
+def draw(path: Path, file: Mapping[str, Any]) -> None:
+    """Draw a line a case, with a mark for each implementation, how many times as fast as the baseline it is."""
+    from cdt_fast.training.report import COLORS, GRAY, pyplot  # with packages that a measurement does not need
+
+    cases = file["cases"]
+    marks: dict[str, list[tuple[float, int]]] = {"cdt_fast": []}
+    for place, case in enumerate(cases):
+        for name, one in case["implementations"].items():
+            if one["role"] != "eager" and one.get("over_eager"):
+                marks.setdefault("cdt_fast" if one["role"] == "ours" else name, []).append((one["over_eager"], place))
+    figure, axis = pyplot().subplots(figsize=(11, 1 + 0.3 * len(cases) + 0.1 * len(marks)), layout="constrained")
+    figure.suptitle(f"{file['suite']} on {file['name']}", fontsize="medium")
+    axis.axvline(1.0, color=GRAY, linewidth=1, zorder=0)
+    for (name, found), mark, color in zip(marks.items(), itertools.cycle("os^vDP*X<>"), itertools.cycle(COLORS)):
+        style: dict[str, Any] = {"markersize": 8, "zorder": 2} if name == "cdt_fast" else {"fillstyle": "none"}
+        axis.plot([ratio for ratio, _ in found], [place for _, place in found], mark, color=color, label=name, **style)
+    for ratio, place in marks["cdt_fast"]:
+        above = {"xytext": (0, 5), "textcoords": "offset points", "ha": "center"}
+        axis.annotate(f"{ratio:.2f}", (ratio, place), fontsize="xx-small", **above)
+    titles = _without_common_start([case["case"] for case in cases])
+    axis.set_yticks(range(len(cases)), titles, fontsize="x-small")
+    axis.set_ylim(len(cases) - 0.5, -0.7)
+    axis.set_xscale("log", base=2)
+    axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axis.set_xlabel("times as fast as the baseline, the gray line", fontsize="small")
+    axis.grid(axis="y", alpha=0.25)
+    figure.legend(loc="outside lower left", ncols=2, frameon=False, fontsize="x-small")
+    with replaced_atomically(path) as temporary:
+        figure.savefig(temporary, dpi=110)
+    pyplot().close(figure)
+
+
 def main() -> None:
-    """Write the document."""
+    """Draw the pictures and write the document."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--results", type=Path, default=Path("bench/results"), help="folder (bench/results)")
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks.md"), help="file (docs/benchmarks.md)")
@@ -157,7 +184,9 @@ def main() -> None:
     try:
         paths = sorted(options.results.glob("*.json"))
         files = {path: file for path in paths if (file := read(path))["size"] != "toy"}
-    except InputError as error:
+        for path, file in files.items():
+            draw(path.with_suffix(".png"), file)
+    except (InputError, MissingExtra) as error:
         sys.exit(str(error))
     links = Path(os.path.relpath(options.results, options.out.parent)).as_posix() + "/"
     write_text(options.out, document({path.name: file for path, file in files.items()}, links))

@@ -75,7 +75,7 @@ def test_a_quick_run_is_one_table_and_leaves_no_file(
     answer = call("bench", "--quick", "--suite=step", "--device=cpu")
     assert "1 cases, about 1 min, " in answer.err
     head, _, row, missing = answer.out.splitlines()
-    assert head.split() == ["case", "float32", "×", "baseline", "×", "peers", "MiB"]
+    assert head.split() == ["case", "float32", "×", "baseline", "×", "best", "peer", "MiB"]
     assert row.startswith("DUST tied  ")
     assert missing == "unavailable here: no such package"
     assert not list(tmp_path.iterdir())
@@ -136,12 +136,10 @@ def test_the_document_has_a_table_for_each_suite_with_the_dtypes_side_by_side(
 ) -> None:
     order = ["DUST, float32", "DUST, bfloat16", "UT, float32"]
     ours = measured["implementations"]["cdt_fast"]
-    ours |= {"median_seconds": 0.5, "seconds": [0.5, 0.4], "over_eager": 2.0, "peak_bytes": 2**20}
+    ours |= {"median_seconds": 0.5, "over_eager": 2.0, "over_best_peer": 1.5, "peak_bytes": 2**20}
     measured["implementations"]["eager"]["peak_bytes"] = 2**21
-    for name, times in {"slow": [1.0, 2.0], "fast": [0.75]}.items():
-        measured["implementations"][name] = {**ours, "role": "peer", "seconds": times}
     for name in order:
-        case = {**measured, "case": name, "dtype": name.split(", ")[1]}
+        case = {**measured, "case": name, "dtype": name.split(", ")[1], "best_peer": "SDPA"}
         path = add_to(tmp_path / "results", case, order, "2026-01-01 00:00", torch="9.9")
         write_json(path.with_name("toy.json"), {**read(path), "size": "toy"})
     out = tmp_path / "docs" / "benchmarks.md"
@@ -150,11 +148,12 @@ def test_the_document_has_a_table_for_each_suite_with_the_dtypes_side_by_side(
     text = out.read_text(encoding="utf-8")
     assert "## step on Made Up (R) 1\n" in text
     assert "torch 9.9" in text
-    figures = "500 ms (1) | 2.00 | 1.50 fast; 3.50 slow | 1.0 (2.0)"
+    figures = "500 ms (1) | 2.00 | 1.50 SDPA | 1.0 (2.0)"
     assert f"| DUST | {figures} | {figures} |\n| UT | {figures} |  |  |  |  |\n" in text
     assert "\n1. made up\n" in text
     assert "- SDPA (3): unavailable: no such package\n" in text
-    assert text.count("(../results/made-up-r-1-step.json)") == 1
+    assert text.count("(../results/made-up-r-1-step.png)") == text.count("(../results/made-up-r-1-step.json)") == 1
+    assert (tmp_path / "results" / "made-up-r-1-step.png").exists()
     assert not any(word in text for word in ("None", "toy"))
 
 
