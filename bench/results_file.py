@@ -16,10 +16,11 @@ import torch
 import cdt_fast
 from cdt_fast.checks import InputError
 from cdt_fast.files import read_json
+from cdt_fast.ops.common import cpu_has_bf16_products
 
 
-def describe(device: torch.device) -> dict[str, Any]:
-    """Names, versions and settings; none of them is a path."""
+def describe(device: torch.device, allocator: str) -> dict[str, Any]:
+    """Names, versions and settings, `allocator` (how freed memory is handled) among them; none of them is a path."""
     information = Path("/proc/cpuinfo")
     said = information.read_text(encoding="utf-8") if information.exists() else ""
     match = re.search(r"^model name\s*:\s*(.+)$", said, re.MULTILINE)
@@ -31,13 +32,23 @@ def describe(device: torch.device) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
+        "bf16_instructions": cpu_has_bf16_products(),
+        "allocator": allocator,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": next((one.version for one in importlib.metadata.distributions(name="triton")), None),
         "cdt_fast": cdt_fast.__version__,
     }
     if device.type == "cuda":
-        facts |= {"name": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}
+        properties = torch.cuda.get_device_properties(device)
+        facts |= {
+            "name": properties.name,
+            "memory_bytes": properties.total_memory,
+            "multiprocessors": properties.multi_processor_count,
+            "compute_capability": f"{properties.major}.{properties.minor}",
+            "bf16_instructions": properties.major >= 8,
+            "cuda": torch.version.cuda,
+        }
     return facts
 
 

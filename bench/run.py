@@ -39,8 +39,8 @@ def run_command(options: argparse.Namespace) -> int:
     if not chosen:
         (one, *_) = (case.name for cases in suites.values() for case in cases)
         raise InputError(f"--case is {options.case!r}, which is in no name of {', '.join(suites)}; one name is {one!r}")
-    disable_malloc_trim()
-    machine = results_file.describe(device)
+    kept = device.type == "cpu" and disable_malloc_trim()
+    machine = results_file.describe(device, "freed memory kept" if kept else "as it comes")
     run = {"machine": machine, "date": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M:%S}"}
     options.out = options.out or "benchmarks" * (not options.quick)
     folder = Path(options.out)

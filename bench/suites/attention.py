@@ -15,9 +15,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from cdt_fast import ops
-from cdt_fast.bench.case import Case, Implementation, Step
+from cdt_fast.bench.case import Case, Implementation, Step, Unavailable
 from cdt_fast.bench.suites import support
-from cdt_fast.bench.suites.support import Inputs, normal, peer, require_gpu, step_of
+from cdt_fast.bench.suites.support import Inputs, imported, normal, peer, require_gpu, step_of
 from cdt_fast.ops.common import padding_mask, without_padding
 from cdt_fast.ops.symmetric_attention import symmetric_attention_reference
 
@@ -68,6 +68,7 @@ def _case(shape: Shape, dtype: str, device: torch.device, size: str) -> Case:
         "SDPA": sdpa,
         **{name: functools.partial(sdpa, backend=backend) for name, backend in backends.items()},
         "FlexAttention": flex,
+        "xformers": xformers,
     }
     kind = f"values of width {shape.values}" if shape.values else "tied values"
     title = f"symmetric attention, {dtype}, B {shape.batch}, T {shape.tokens}, d {shape.width}, {kind}"
@@ -143,5 +144,18 @@ def flex(z: Tensor, lengths: Tensor | None) -> Attend:
         heads, read = z.unsqueeze(1), (z if values is None else values).unsqueeze(1)
         output = function(heads, heads, read, block_mask=blocks, scale=1.0)
         return without_padding(output.squeeze(1), padding)
+
+    return attend
+
+
+def xformers(z: Tensor, lengths: Tensor | None) -> Attend:
+    """xformers' memory-efficient attention of full sequences."""
+    attention = imported("xformers.ops", z.device).memory_efficient_attention
+    if lengths is not None:
+        raise Unavailable("xformers is compared on full sequences alone")
+
+    def attend(z: Tensor, values: Tensor | None = None) -> Tensor:
+        heads, read = z.unsqueeze(2), (z if values is None else values).unsqueeze(2)
+        return attention(heads, heads, read, scale=1.0).squeeze(2)
 
     return attend

@@ -102,7 +102,7 @@ def measured() -> dict[str, Any]:
 
 def add_to(folder: Path, case: dict[str, Any], order: list[str], date: str, suite: str = "step", **facts: Any) -> Path:
     """Add a case as a run does; the path of the file."""
-    machine = {**describe(CPU), "name": "Made Up (R) 1", **facts}
+    machine = {**describe(CPU, "as it comes"), "name": "Made Up (R) 1", **facts}
     path, contents = open_file(folder, "cpu", suite, "cpu", machine["name"])
     add(contents, case, {"machine": machine, "date": date}, order)
     write_json(path, contents)

@@ -19,7 +19,7 @@ from cdt_fast.bench.suites.step import Work
 
 CPU = torch.device("cpu")
 CASES = [case for suite in SUITES.values() for case in suite(CPU, "toy")]
-OPTIONAL = ("torch.compile", "FlexAttention", "Liger", "CCE", "QuACK", "torch linear_cross_entropy")
+OPTIONAL = ("torch.compile", "FlexAttention", "xformers", "Liger", "CCE", "QuACK", "torch linear_cross_entropy")
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -119,6 +119,19 @@ def test_peers_of_the_cross_entropy(peer: str, loop: Callable[..., Step], monkey
     expected = cross_entropy.a_depth_at_a_time(cross_entropy.eager, inputs.to(torch.float64))()
     for _ in range(2):  # a second step finds what the first has left
         assert disagreement(step(), expected) < 1e-5
+
+
+@pytest.mark.parametrize("width", [None, 5])
+def test_xformers(width: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def by_hand(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """What xformers documents: `[B, T, heads, width]`."""
+        scores = scale * torch.einsum("bthw,bshw->bhts", query, key)
+        return torch.einsum("bhts,bshw->bthw", scores.softmax(-1), value)
+
+    install(monkeypatch, "xformers.ops", memory_efficient_attention=by_hand)
+    z, values = torch.randn(3, 6, 4), None if width is None else torch.randn(3, 6, width)
+    found, expected = (prepare(z, None)(z, values) for prepare in (attention.xformers, attention.eager))
+    torch.testing.assert_close(found, expected)
 
 
 def test_a_missing_gpu_or_package_is_the_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
