@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 else:
     Trainer = object  # `with_descent` mixes the methods below into a class that it is given
 
-STATE_FILE = "descent_constraints.pt"
+STATE_FILE = "descent_constraints.safetensors"
 
 
 def with_descent(trainer_class: Any) -> Any:

@@ -26,7 +26,7 @@ class RunFolder:
         self.config = self.path / "config.toml"
         self.metrics = self.path / "metrics.jsonl"
         self.model = self.path / "model"
-        self.checkpoint = self.path / "checkpoint" / "state.pt"
+        self.checkpoint = self.path / "checkpoint" / "state.safetensors"
         self.evaluation = self.path / "evaluation.json"
         self.frames = self.path / "frames.safetensors"
 

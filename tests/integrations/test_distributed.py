@@ -157,7 +157,7 @@ def work(rank: int, folder: str) -> dict[str, Any]:
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("ranks")
     found = in_ranks(work, folder)
-    assert (folder / "out" / "checkpoint-2" / "descent_constraints.pt").exists()
+    assert (folder / "out" / "checkpoint-2" / "descent_constraints.safetensors").exists()
     return found
 
 

@@ -28,7 +28,7 @@ from tests.integrations.integration_cases import (
 )
 from tests.runs import flat
 
-STATE_FILE = "descent_constraints.pt"
+STATE_FILE = "descent_constraints.safetensors"
 
 
 def trainer_for(folder: Path, constraints: Any = ASCENT, kind: Any = None, count: int = 5, **changes: Any) -> Any:

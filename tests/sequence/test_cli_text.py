@@ -54,7 +54,7 @@ def test_train_evaluate_and_compare(
     source, words = (table, TEXT) if task == "text" else (instructions, language)
     runs = train_two(call, task, source, words, tmp_path)
     for run in runs:
-        for name in ("config.toml", "metrics.jsonl", "model/config.json", "checkpoint/state.pt"):
+        for name in ("config.toml", "metrics.jsonl", "model/config.json", "checkpoint/state.safetensors"):
             assert (run / name).is_file()
         assert not [path for path in run.rglob("*") if ".tmp" in path.name]
         report = (run / "report.md").read_text(encoding="utf-8")

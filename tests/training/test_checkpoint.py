@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import io
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,11 @@ import torch
 from safetensors.torch import save
 
 from cdt_fast.checks import InputError
-from cdt_fast.training.checkpoint import load_checkpoint, save_checkpoint, saved_step
+from cdt_fast.training.checkpoint import load_checkpoint, save_checkpoint
 from tests.runs import flat
 
 SHARED = torch.arange(6.0)
 STATE = {
-    "step": 3,
     "shared": [SHARED, SHARED[:2], SHARED.view(2, 3).t()],  # of one memory, and not contiguous
     "dtypes": (torch.tensor(1.5, dtype=torch.float64), torch.zeros(0), torch.ones(2, 2, dtype=torch.bfloat16)),
     "keys": {0: {"exp_avg": torch.tensor([1, 2], dtype=torch.uint8)}, "": {}},
@@ -26,49 +25,70 @@ STATE = {
 
 
 def test_a_state_comes_back(tmp_path: Path) -> None:
-    path = tmp_path / "state.pt"
-    assert saved_step(path) == 0
+    path = tmp_path / "state.safetensors"
     save_checkpoint(path, STATE)
     assert list(flat(load_checkpoint(path)).items()) == list(flat(STATE).items())
-    assert saved_step(path) == 3
-    assert os.listdir(tmp_path) == ["state.pt"]
+    assert os.listdir(tmp_path) == ["state.safetensors"]
 
 
-def whole() -> bytes:
-    buffer = io.BytesIO()
-    torch.save(STATE, buffer)
-    return buffer.getvalue()
+def test_what_cannot_be_stored_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="object cannot be stored"):
+        save_checkpoint(tmp_path / "state", {"settings": {"device": object()}})
+    assert not list(tmp_path.iterdir())
 
 
-def cut_by(size: int) -> bytes:
-    return whole()[:-size]
+def sealed(words: str) -> bytes:
+    """A checkpoint, whatever it holds."""
+    return save({"0": torch.ones(2)}, {"cdt_fast": words})
+
+
+WHOLE = sealed('{"state": {"items": []}}')
 
 
 @pytest.mark.parametrize(
-    "content", [save({"weights": torch.ones(2)}), b"", b"PK", cut_by(5), cut_by(1000)], ids=range(5)
+    ("content", "message"),
+    [
+        (save({"weights": torch.ones(2)}), "is no checkpoint"),
+        (sealed("{"), "is no checkpoint"),
+        (sealed("[1]"), r"is damaged \(TypeError: "),
+        (sealed("{}"), r"is damaged \(KeyError: "),
+        *(
+            (sealed(json.dumps({"state": state})), "is damaged")
+            for state in ({"items": [["a", {"tensor": "lost"}]]}, {"strange": 1}, {"items": [1]}, {"items": 5}, [])
+        ),
+        *((WHOLE[:size], "is no checkpoint, or is cut short") for size in (0, 7, 100, len(WHOLE) - 5)),
+    ],
+    ids=range(13),
 )
-def test_another_file_is_refused(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "state.pt"
+def test_another_safetensors_file_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "state.safetensors"
     path.write_bytes(content)
-    assert saved_step(path) == 0
-    with pytest.raises(InputError, match=rf"^{path}: is no checkpoint, or is cut short \(\w+\)$"):
+    with pytest.raises(InputError, match=message) as caught:
         load_checkpoint(path)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 RUN = {"[training] seed": 0}
+TRAINING: dict[str, Any] = {
+    "run": RUN,
+    "model": {"weight": torch.ones(2)},
+    "optimizer": {"state": {0: {"step": torch.tensor(3.0), "exp_avg": torch.zeros(2)}}, "param_groups": [{"lr": 0.1}]},
+    "constraints": {},
+}
 
 
 @pytest.mark.parametrize(
-    ("run", "message"),
+    ("change", "message"),
     [
-        ({"[training] seed": 1}, r"is of another run.*: \[training\] seed was 1, is 0"),
-        ({}, "seed was None, is 0"),
+        ({"run": {"[training] seed": 1}}, r"is of another run.*: \[training\] seed was 1, is 0"),
+        ({"run": {}}, "seed was None, is 0"),
     ],
 )
-def test_a_state_of_another_run_is_refused(tmp_path: Path, run: dict[str, Any], message: str) -> None:
-    path = tmp_path / "state.pt"
-    save_checkpoint(path, {**STATE, "run": RUN})
-    assert load_checkpoint(path, run=RUN)["step"] == 3
-    save_checkpoint(path, {**STATE, "run": run})
+def test_a_state_of_another_run_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    path = tmp_path / "state.safetensors"
+    save_checkpoint(path, TRAINING)
+    assert flat(load_checkpoint(path, run=RUN)) == flat(TRAINING)
+    save_checkpoint(path, {**TRAINING, **change})
     with pytest.raises(InputError, match=rf"^{path}: .*{message}"):
         load_checkpoint(path, run=RUN)

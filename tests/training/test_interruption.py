@@ -113,7 +113,7 @@ def test_a_checkpoint_of_other_settings_or_frames_is_refused(tiny_config: Config
         ({"layers": 3}, "does not fit config.toml"),
         ({"betas": "none"}, "does not fit config.toml"),
         ({"window": 4}, r"\[data\] window was 5, is 4"),
-        ({"seed": 1}, r"state\.pt: is of another run.*\[training\] seed was 0, is 1"),
+        ({"seed": 1}, r"state\.safetensors: is of another run.*\[training\] seed was 0, is 1"),
         ({"steps": 2}, "is at step 3, and the training has 2"),
         ({"source": "demo"}, "not those"),
     ]:

@@ -30,7 +30,7 @@ def test_a_folder_in_use_or_without_a_trained_run_is_refused(tmp_path: Path) -> 
 
 
 def test_only_a_run_without_results_is_removed(tmp_path: Path) -> None:
-    for number, name in enumerate(["metrics.jsonl", "checkpoint/state.pt"]):
+    for number, name in enumerate(["metrics.jsonl", "checkpoint/state.safetensors"]):
         run = RunFolder.create(tmp_path / str(number), VideoSettings())
         (run.path / name).parent.mkdir(exist_ok=True)
         (run.path / name).write_text('{"step": 10}\n')
