@@ -18,7 +18,7 @@ from cdt_fast.video.quality import continued
 from cdt_fast.video.settings import VideoSettings
 
 Denoiser = DUST | DenoisingDUST | DenoisingViT
-Places = list[tuple[int, int]]  # rows and columns that grids of patches are moved by
+Place = tuple[int, int, int]  # rows, columns and frames that a grid of patches is moved by
 
 # Trained on clips of several cameras and generated scenes; its README.md says which.
 SHIPPED = Path(__file__).parent / "denoiser"
@@ -91,7 +91,7 @@ def reconstructed(
 
     In a network for crops each is the weighted mean over shifted grids of patches, which the next layer starts from,
     and depth 0 is the input; the paper's networks have one grid. At the borders frames are continued by their mirror
-    image.
+    image, and at the end of the window by its begin: a mirror image would have the same noise in one patch twice.
 
     Args:
         deviation: standard deviation of the noise, `[b]`, which a network for crops is told.
@@ -101,11 +101,12 @@ def reconstructed(
         few_grids: half as many as in the training are enough, where `grids` is None.
     """
     stop, data, (height, width) = model.layers if depth is None else depth, settings.data, noisy.shape[-2:]
-    places = settings.grid_places(grids, few_grids) if isinstance(model, DenoisingDUST) else [(0, 0)]
-    top, left = (max(along) for along in zip(*places, strict=True))
+    places = settings.grid_places(grids, few_grids) if isinstance(model, DenoisingDUST) else [(0, 0, 0)]
+    top, left, late = (max(along) for along in zip(*places, strict=True))
     rows, columns = (-(-length // data.patch) * data.patch for length in (height + top, width + left))
 
     def whole(frames: Tensor) -> Tensor:  # a grid that is moved by (row, column) starts at (top - row, left - column)
+        frames = torch.cat([frames, frames[:, :late]], 1) if late else frames
         return continued(frames, (left, columns - width, top, rows - height))
 
     if not isinstance(model, DenoisingDUST):
@@ -115,7 +116,8 @@ def reconstructed(
         shown = (from_patches(output, tuple(given.shape), data.patch, settings.sequence) for output in outputs)
         return [frames[..., :height, :width] for frames in shown]
 
-    times = noisy.shape[1] // data.patch_frames
+    window = noisy.shape[1]
+    cell = math.gcd(data.patch_frames, late)  # frames of one weight
     # Whole grids together, as many as fit; else bands of a grid.
     most = _PIXELS_AT_ONCE["cpu" if noisy.device.type == "cpu" and not torch.is_grad_enabled() else "cuda"]
     together = max(1, most // (noisy.numel() // (height * width) * rows * columns))
@@ -126,13 +128,14 @@ def reconstructed(
         for start in range(0, rows, band)
     ]
 
-    def patches(frames: Tensor, place: tuple[int, int], start: int, length: int) -> Tensor:
+    def patches(frames: Tensor, place: Place, start: int, length: int, cell: int = 1) -> Tensor:
         """Return a view of a band of a grid's patches, [b, rows, columns, times, frames, patch, patch]."""
-        up, back = top - place[0] + start, left - place[1]
-        view = frames[:, :, up : up + length, back : back + columns].unflatten(3, (-1, data.patch))
-        return view.unflatten(2, (-1, data.patch)).unflatten(1, (times, -1)).permute(0, 3, 5, 1, 2, 4, 6)
+        up, back, first, last = top - place[0] + start, left - place[1], place[2] // cell, (place[2] + window) // cell
+        view = frames[:, first:last, up : up + length, back : back + columns].unflatten(3, (-1, data.patch))
+        view = view.unflatten(2, (-1, data.patch)).unflatten(1, (window // data.patch_frames, -1))
+        return view.permute(0, 3, 5, 1, 2, 4, 6)
 
-    def tokens(frames: Tensor, some: Places, start: int, length: int) -> Tensor:
+    def tokens(frames: Tensor, some: list[Place], start: int, length: int) -> Tensor:
         return torch.cat([patches(frames, place, start, length) for place in some]).flatten(4).flatten(0, 2)
 
     unit = deviation.clamp(min=LEAST_DEVIATION).to(noisy)[:, None, None, None]
@@ -140,7 +143,7 @@ def reconstructed(
     first = whole(results[0])
     for level in range(1, stop + 1):
         estimate = first if level == 1 else whole(results[-1])
-        total, weights = torch.zeros_like(first), torch.zeros_like(first[:, :: data.patch_frames])
+        total, weights = torch.zeros_like(first), torch.zeros_like(first[:, ::cell])
         for number, (some, start, length) in enumerate(parts):
             if len(kept) == number:
                 kept.append(model.refinement(tokens(first, some, start, length)))
@@ -149,8 +152,11 @@ def reconstructed(
                 there = patches(total, place, start, length)
                 factor = weight.view(*there.shape[:4], 1, 1, 1)
                 there.addcmul_(values.view(there.shape), factor)
-                patches(weights, place, start, length).add_(factor)  # once for all frames of a patch
-        mean = total.unflatten(1, (-1, data.patch_frames)) / weights.unsqueeze(2)
+                patches(weights, place, start, length, cell).add_(factor)
+        if late:
+            total[:, :late] += total[:, window:]
+            weights[:, : late // cell] += weights[:, window // cell :]
+        mean = total[:, :window].unflatten(1, (-1, cell)) / weights[:, : window // cell].unsqueeze(2)
         results.append(mean.flatten(1, 2)[..., top : top + height, left : left + width])
     return [noisy, *(frames * unit for frames in results[1:])]
 

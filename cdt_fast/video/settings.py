@@ -123,18 +123,20 @@ class VideoSettings(shared.RunSettings):
         if self.crops and self.noise[1] == 0:
             raise InputError("[data] gamma is 0, and a network for crops works in units of the noise: give one above 0")
 
-    def grid_places(self, grids: int | None, few: bool = False) -> list[tuple[int, int]]:
-        """Return rows and columns by which `grids²` grids of patches are moved.
+    def grid_places(self, grids: int | None, few: bool = False) -> list[tuple[int, int, int]]:
+        """Return rows, columns and frames by which `grids²` grids of patches are moved.
 
         None: as in the training, for crops every other one of 4 x 4 grids, like the squares of one color of a
         chessboard, nearly as good as all sixteen, or with `few` one in each row and column of these; else one grid.
+        Half of the grids start in the middle of a patch in time.
         """
         chessboard, side = grids is None and self.crops, self.data.patch
         along = _CHESSBOARD if chessboard else grids or 1
         places = [(row, column) for row in range(along) for column in range(along)]
         if chessboard:
             places = _FEW if few else [(row, column) for row, column in places if (row + column) % 2 == 0]
-        return [(side * row // along, side * column // along) for row, column in places]
+        late = self.data.patch_frames // 2
+        return [(side * row // along, side * col // along, late * (2 * col // along)) for row, col in places]
 
     @property
     def crops(self) -> bool:

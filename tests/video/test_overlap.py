@@ -122,15 +122,15 @@ def test_every_layer_starts_from_the_weighted_mean_over_grids() -> None:
     expected = noisy / unit
     for level in (1, 2):
         total, weights = torch.zeros_like(noisy), torch.zeros_like(noisy)
-        for top, left in ((0, 0), (0, 4), (4, 0), (4, 4)):
+        for top, left, late in ((0, 0, 0), (0, 4, 2), (4, 0, 0), (4, 4, 2)):
             sides = (left, 8 - left, top, 8 - top)
-            moved, given = (continued(frames, sides) for frames in (noisy / unit, expected))
+            moved, given = (continued(frames.roll(-late, 1), sides) for frames in (noisy / unit, expected))
             tokens, estimate = (to_patches(frames, 8, "time", 4) for frames in (moved, given))
             found, weight = network.refinement(tokens)(level, estimate)
             weight = weight[..., None].expand_as(found)
             for sums, given in ((total, weight * found), (weights, weight)):
                 frames = from_patches(given, tuple(moved.shape), 8, "time", 4)
-                sums += frames[..., top : top + 16, left : left + 16]
+                sums += frames[..., top : top + 16, left : left + 16].roll(late, 1)
         expected = total / weights
         assert weights.std() > 0.01 * weights.mean()
     depths = reconstructed(network, settings, noisy, deviation, 2, depth=2)
