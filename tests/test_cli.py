@@ -71,7 +71,7 @@ def test_help_tells_every_default(call: Call) -> None:
         ("train video", ["SOURCE is missing"]),
         ("train video --stpes 3", ["cdt-fast train video:", "--stpes", "did you mean --steps?"]),
         ("train video --batchsize=3", ["--batchsize=3", "did you mean --batch"]),
-        ("denoise run a.mp4 b.mp4 --sigma loud", ["--sigma: must be a number of gray levels, or auto, got 'loud'"]),
+        ("denoise a.mp4 b.mp4 --sigma loud", ["--sigma: must be a number of gray levels, or auto, got 'loud'"]),
         ("train video a.mp4 b.mp4", ["unknown argument: b.mp4"]),
         ("train video --steps ten", ["[training] steps must be a valid integer", "got 'ten'"]),
         ("train video --gammas 1,1e9", ["[evaluation] gammas must be less than or equal to 1000000, got '1,1e9'"]),
@@ -79,9 +79,10 @@ def test_help_tells_every_default(call: Call) -> None:
         ("train video missing.mp4", ["missing.mp4", "no such file"]),
         ("train video --resume missing", ["missing: is no run folder"]),
         ("train video --resume missing --steps 3", ["--resume takes no other settings"]),
-        ("evaluate", ["RUN"]),
+        ("evaluate", ["RUN is missing: cdt-fast evaluate RUN"]),
         ("evaluate missing", ["missing: is no run folder"]),
-        ("denoise missing in.mp4 out.mp4 --depth two", ["--depth", "two"]),
+        ("denoise a.mp4 b.mp4 --run missing", ["missing: is no run folder"]),
+        ("denoise in.mp4 out.mp4 --depth two", ["--depth", "two"]),
         ("train video CLIP --no-adaptive", ["unknown argument: --no-adaptive"]),
         ("train video CLIP --bounds 9=1.0", ["bounds holds depth 9, which is not read: the depths are"]),
         ("train video CLIP --preset paper-vit", ["--preset paper-vit needs --pretrained, the folder"]),
@@ -205,7 +206,7 @@ def test_files_cut_short_are_named_in_one_line(call: Call, copied_run: RunFolder
     for path in (run.model / "model.safetensors", run.model / "config.json", run.config, run.checkpoint):
         whole = path.read_bytes()
         path.write_bytes(whole[: whole.rindex(b" = ") + 3 if path == run.config else len(whole) * 2 // 3])
-        other = resume if path == run.checkpoint else ("denoise", run.path, clip, tmp_path / "out.mp4")
+        other = resume if path == run.checkpoint else ("denoise", "--run", run.path, clip, tmp_path / "out.mp4")
         for command in (evaluate, other):
             assert str(path) in call(*command).line(), path.name
         path.write_bytes(whole)
@@ -246,7 +247,7 @@ def test_a_vit_trains_and_is_measured(call: Call, clip: Path, tmp_path: Path, qu
     answer = call("train", "video", clip, "--out", tmp_path / "run", *words)
     assert answer.status == 0, answer
     assert "run (constrained, chain, vit)" in answer.out
-    small = call("denoise", tmp_path / "run", clip, tmp_path / "out.mp4")
+    small = call("denoise", "--run", tmp_path / "run", clip, tmp_path / "out.mp4")
     assert small.status == 0
     assert "patch_frames must be 1 for whole frames" in call("train", "video", clip, *vit, "--patch-frames", 2).line()
     line = call("train", "video", clip, *vit, "--code-size", 64).line()

@@ -61,7 +61,11 @@ def test_the_sdist_is_the_repository_and_builds_the_wheel(tmp_path: Path) -> Non
         expected |= {f"cdt_fast/{name}" for name in python_files(folder) if not name.startswith("bench/tools/")}
     assert {name for name in names if name.endswith(".py")} == expected
     # Type checkers believe the annotations of a package that has the marker.
-    assert {"cdt_fast/py.typed", "cdt_fast/experiments/video.toml"} <= names
+    assert {
+        "cdt_fast/py.typed",
+        "cdt_fast/experiments/video.toml",
+        "cdt_fast/video/denoiser/model.safetensors",
+    } <= names
     (metadata,) = (name for name in names if name.endswith(".dist-info/METADATA"))
     assert "Project-URL: Paper, https://arxiv.org/abs/2601.17257" in wheel.read(metadata).decode()
 

@@ -23,6 +23,9 @@ from cdt_fast.video.noise import LEVELS, LITTLE_NOISE, estimated_noise
 from cdt_fast.video.settings import VideoSettings
 from cdt_fast.video.writing import check_target, remove_leftovers, write_video
 
+# Noise estimated of a plane, as a share of that at half its size: twice of white noise, nothing of repeated pixels.
+_ENLARGED = 0.1
+
 
 @dataclass
 class Denoising:
@@ -66,29 +69,38 @@ class Denoising:
             # A gray video in a file of colors is one plane: brightness of three would have its noise √3 times.
             frames = frames[..., :1]
         planes = torch.from_numpy(frames).to(device_of(self.model)).permute(3, 0, 1, 2).to(torch.float32) / LEVELS
-        opponent, sigma = len(planes) == 3 and self.settings.crops, self.sigma
-        if opponent:
-            planes = to_opponent(planes)
-            # Most files have color at half the resolution, where no fine differences are left to estimate noise by.
-            sigma = estimated_noise(planes[0]) * LEVELS if sigma is None else sigma
-        # A plane at a time: at full size the codes of one are large enough.
-        result = torch.cat(
-            [
-                self.plane(plane.unsqueeze(0), sigma, copies, few_grids=opponent and number > 0)
-                for number, plane in enumerate(planes)
-            ]
-        )
-        result = (from_opponent(result) if opponent else result).expand(channels, -1, -1, -1)
+        if len(planes) == 3 and self.settings.crops:
+            brightness, *colors = to_opponent(planes).unsqueeze(1)
+            shown = [self.plane(brightness, self.sigma, copies)]
+            sigma = self.found[-1]
+            shown += [self._color(plane, sigma, copies) for plane in colors]
+            result = from_opponent(torch.cat(shown))
+        else:  # a plane at a time: at full size the codes of one are large enough
+            result = torch.cat([self.plane(plane.unsqueeze(0), self.sigma, copies) for plane in planes])
+        result = result.expand(channels, -1, -1, -1)
         return (result * LEVELS).round_().clamp_(0, 255).to(torch.uint8).permute(1, 2, 3, 0).cpu().numpy()
+
+    def _color(self, plane: Tensor, sigma: float, copies: float) -> Tensor:
+        """Denoise a difference of colors `[1, T, h, w]`: at half its size where a file has no more, as most."""
+        half, quarter = _halved(plane), _halved(_halved(plane))
+        coarse = estimated_noise(half)
+        if estimated_noise(plane) > _ENLARGED * coarse:
+            return self.plane(plane, sigma, copies, few_grids=True)
+        # What made it smaller has blurred the noise, which the finest differences then miss.
+        coarse = min(sigma, LEVELS * max(coarse, 2 * estimated_noise(quarter)))
+        change = self.plane(half, coarse, copies) - half
+        return plane + torch.nn.functional.interpolate(change, plane.shape[-2:])
 
     @torch.no_grad()
     def plane(self, frames: Tensor, sigma: float | None, copies: float = 1.0, *, few_grids: bool = False) -> Tensor:
         """Denoise a plane `[1, T, h, w]` of a window, whose noise in gray levels is estimated where `sigma` is None."""
         data, deviation = self.settings.data, frames.new_zeros(1)
         if isinstance(self.model, DenoisingDUST):
-            self.found.append(estimated_noise(frames) * LEVELS if sigma is None else sigma)
+            if sigma is None:
+                sigma = estimated_noise(frames) * LEVELS
+            self.found.append(sigma)
             # In the codes that the same noise adds up in, its deviation grows with the root of their number.
-            deviation = frames.new_full((1,), copies**0.5 * self.found[-1] / LEVELS)
+            deviation = frames.new_full((1,), copies**0.5 * sigma / LEVELS)
         elif isinstance(self.model, DenoisingViT) and any(
             -(-length // data.patch) * data.patch != data.size for length in frames.shape[-2:]
         ):
@@ -98,9 +110,12 @@ class Denoising:
         narrow = torch.float16 if frames.is_cuda else torch.bfloat16
         enabled = frames.is_cuda or (self.settings.crops and cpu_has_bf16_products())
         with torch.autocast(frames.device.type, narrow, enabled=enabled):
-            return reconstructed(self.model, self.settings, frames, deviation, self.grids, self.depth, True, few_grids)[
-                -1
-            ]
+            chosen = deviation, self.grids, self.depth, True, few_grids
+            return reconstructed(self.model, self.settings, frames, *chosen)[-1]
+
+
+def _halved(frames: Tensor) -> Tensor:
+    return torch.nn.functional.avg_pool2d(frames, 2, ceil_mode=True)
 
 
 def denoise_video(

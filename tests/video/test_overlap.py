@@ -28,7 +28,8 @@ def denoised_frames(
 
 
 def denoiser(**changes: Any) -> VideoSettings:
-    settings = VideoSettings.chosen({"data": {"size": 16, "window": 8}, "model": {"code_size": 256}})
+    model = {"code_size": 256, "scratch": True}
+    settings = VideoSettings.chosen({"data": {"size": 16, "window": 8}, "model": model})
     for name, value in changes.items():
         settings.set("data" if name == "frames" else "model", name, value)
     return settings
@@ -78,7 +79,7 @@ def test_before_training_the_first_layer_is_the_thresholded_transform() -> None:
     ],
 )
 def test_any_size_of_patch_and_code_removes_noise_before_training(sizes: dict[str, int]) -> None:
-    settings = VideoSettings()
+    settings = VideoSettings.chosen({"model": {"scratch": True}})
     for name, value in sizes.items():
         settings.set("model" if name == "code_size" else "data", name, value)
     network = network_of(settings)

@@ -278,6 +278,6 @@ def test_a_gap_is_said_by_training_and_denoising(tmp_path, write_folder):
 def test_names_in_the_notes_of_denoising_do_not_steer_the_terminal(call, trained, write_folder, tmp_path):
     folder = write_folder(tmp_path / "clip")
     (folder / "\x1b[2J.gif").touch()
-    told = call("denoise", trained.constrained, folder, tmp_path / "out.mp4").err
+    told = call("denoise", "--run", trained.constrained, folder, tmp_path / "out.mp4").err
     assert "skipped (\\x1b[2J.gif; 1 files)" in told
     assert "\x1b" not in told
