@@ -4,7 +4,6 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ _GRAY_MODES = frozenset({"1", "L", "LA"})
 _COLOR_MODES = frozenset({"P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "HSV"})
 _DESCRIPTION, _SAMPLE_FORMAT, _SIGNED = 270, 339, 2  # tags of TIFF, and a value of the second
 _SRGB_GAMMA = 1 / 2.2
-_MOST_DIGITS = 11  # of a file's number; of more it is a date and a time, whose steps are not even
+_MAX_COUNTER = 99_999  # of a file's number; greater ones are dates or times, whose steps are not even
 
 
 class Pictures(FrameSource):
@@ -100,54 +99,24 @@ class Pictures(FrameSource):
 
 
 def naming_signs(files: list[Path]) -> list[str]:
-    """Find signs in the names of files, given in natural order, that they are not one complete sequence.
-
-    The number of a file is made of its first runs of digits, as many as it takes to tell all files apart.
-    """
-    by_pattern: dict[str, list[Path]] = {}
+    """Find signs in the names of files, given in natural order, that they are not one complete sequence."""
+    forms: dict[str, Path] = {}
     for file in files:
-        by_pattern.setdefault(re.sub("[0-9]+", "0", file.stem.casefold()), []).append(file)
-    mixed = [group[0] for group in by_pattern.values()]  # of two sequences, where there are two
-    files = max(by_pattern.values(), key=len)
-    runs = [re.findall("[0-9]+", file.stem) for file in files]
-    widths = [max(2, *map(len, column)) for column in zip(*runs, strict=True)]
-    rows = [tuple(run.zfill(width) for run, width in zip(row, widths, strict=True)) for row in runs]
-    used = next((end for end in range(1, len(widths) + 1) if len({row[:end] for row in rows}) == len(files)), None)
-    missing: dict[int, int] = {}
-    if used is not None:
-        missing = _missing(["".join(row[:used]) for row in rows])
-        if restarts := [files[at : at + 2] for at in missing if rows[at][: used - 1] != rows[at + 1][: used - 1]]:
-            missing, mixed = {}, mixed if len(mixed) > 1 else restarts[0]
-    elif len(files) > 1 == len(mixed):
-        mixed = next(files[at : at + 2] for at in range(len(files) - 1) if rows[at] == rows[at + 1])
-    signs = []
-    if missing:
-        number, at = sum(missing.values()), min(missing)
-        signs.append(
-            f"{number} frame{' is' if number == 1 else 's are'} missing between the {len(files)} that it holds, by the "
-            f"numbers in their names: {files[at + 1].name} follows {files[at].name}"
-        )
-    if len(mixed) > 1:
-        two = f"two sequences, or pictures and their masks: {mixed[0].name}, {mixed[1].name}"
-        signs.append(f"the file names are not one sequence; it may hold {two}")
-    return signs
-
-
-def _missing(numbers: list[str]) -> dict[int, int]:
-    """Count the numbers that are missing after each index, if most numbers are the same step apart."""
-    steps = [later - earlier for earlier, later in pairwise(_values(numbers))]
-    usual, times = max(Counter(steps).items(), key=lambda item: (item[1], -item[0]), default=(0, 0))
-    if 2 * times <= len(steps) or len(numbers[0]) > _MOST_DIGITS:
-        return {}
-    return {at: round(step / usual) - 1 for at, step in enumerate(steps) if round(step / usual) > 1}
-
-
-def _values(numbers: list[str]) -> list[int]:
-    """Return the numbers; those of a date or a time of day in seconds, as they jump where months and minutes end."""
-    for form in ("%Y%m%d%H", "%Y%m%d", "%H%M%S"):
-        size = len(f"{datetime.max:{form}}")
-        with suppress(ValueError):
-            if len(numbers[0]) >= size and len({number[:-size] for number in numbers}) == 1:
-                times = [datetime.strptime(number[-size:], form) for number in numbers]
-                return [int((time - datetime.min).total_seconds()) for time in times]
-    return [int(number) for number in numbers]
+        forms.setdefault(re.sub("[0-9]+", "0", file.stem.casefold()), file)
+    if len(forms) > 1:
+        two = " and ".join(file.name for file in list(forms.values())[:2])
+        return [f"the file names are not one sequence; it may hold two, or pictures and their masks: {two}"]
+    columns = zip(*([int(run) for run in re.findall("[0-9]+", file.stem)] for file in files), strict=True)
+    counters = [column for column in columns if len(set(column)) > 1]
+    if len(counters) != 1 or max(counters[0]) > _MAX_COUNTER:  # of dates and times
+        return []
+    steps = [later - earlier for earlier, later in pairwise(counters[0])]
+    usual, times = max(Counter(steps).items(), key=lambda item: (item[1], -item[0]))
+    missing = {at: round(step / usual) - 1 for at, step in enumerate(steps) if 2 * step > 3 * usual > 0}
+    if not missing or 2 * times <= len(steps):
+        return []
+    number, at = sum(missing.values()), min(missing)
+    return [
+        f"{number} frame{' is' if number == 1 else 's are'} missing between the {len(files)} that it holds, by the "
+        f"numbers in their names: {files[at + 1].name} follows {files[at].name}"
+    ]

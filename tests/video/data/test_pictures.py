@@ -230,14 +230,9 @@ def dated(form: str, step: int) -> list[str]:
         ([f"{n:04}.jpg" for n in range(0, 100, 5) if n != 45], "1 frame is missing between the 19"),
         ([f"f{n}.png" for n in (1, 2, 3, 1000, 1001)], "f1000.png follows f3.png"),
         ([f"{n}.png" for n in (1, 2, 3, 6, 7, 8, 11, 12, 13)], "4 frames are missing"),
-        ([f"frame_{n:04}{m}.png" for n in range(5) for m in ("", "_mask")], "frame_0000.png, frame_0000_mask.png"),
-        ([f"{m}{n}.png" for n in range(5) for m in ("a", "b")], "a0.png, b0.png"),
-        ([f"{n}.{m}" for n in range(5) for m in ("jpg", "png")], "0.jpg, 0.png"),
-        (["1.png", "01.png", "2.png", "02.png"], "01.png, 1.png"),
-        ([f"cam{c}_{n}.png" for n in range(12) for c in (1, 2)], "cam1_11.png, cam2_0.png"),
-        ([f"cam{c:02}_{n:04}.png" for n in range(12) for c in (1, 2)], "cam01_0011.png, cam02_0000.png"),
-        ([n for n in dated("%Y%m%d", 86_400_000) if "2024022" not in n], "10 frames are missing between the 290"),
-        (["cover.png", *(f"{n}.png" for n in range(9))], "0.png, cover.png"),
+        ([f"frame_{n:04}{m}.png" for n in range(5) for m in ("", "_mask")], "frame_0000.png and frame_0000_mask.png"),
+        ([f"{m}{n}.png" for n in range(5) for m in ("a", "b")], "a0.png and b0.png"),
+        (["cover.png", *(f"{n}.png" for n in range(9))], "0.png and cover.png"),
     ],
 )
 def test_names_that_are_not_one_whole_sequence_are_noted(names, fact):
