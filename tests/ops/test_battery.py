@@ -201,7 +201,10 @@ def test_modes_of_torch_change_nothing(name: str) -> None:
         with mode():
             outputs = call(case, leaves_of(case))
         assert not any(output.requires_grad for output in outputs)
-        assert_equal(outputs, expected[: len(outputs)])
+        if case.op == "denoising_layer":  # which takes half the passes where it needs no gradient
+            assert_close(outputs, expected[: len(outputs)], 1e-5)
+        else:
+            assert_equal(outputs, expected[: len(outputs)])
     with Noted():
         assert_equal(results(case), expected)
     leaves = leaves_of(case)
