@@ -21,6 +21,7 @@ from cdt_fast.video.data.scenes import demo_clip
 
 _MAX_LEVEL = 255
 _NOTES_SHOWN = 10
+_MANY, _LONG = 4, 10  # clips, and windows of a clip, for each one that is held out
 _ROOM = 8  # pixels by which crops are larger than what is trained on
 _DEMO_SIDE = 320  # of the generated clip where crops are taken of it
 
@@ -79,8 +80,9 @@ def split_clips(clips: Sequence[DecodedClip], window: int) -> Splits:
     """Divide clips into training, validation and test parts for windows of `window` frames.
 
     Clips marked "test" are the test set, and the last tenth of the others (at least one) validates. Without marks the
-    last tenth of the clips tests and the tenth before validates. When that leaves a split empty, each clip is divided
-    by time, in whole windows, with one left out before each held-out part, as neighboring frames are near copies.
+    last tenth of the clips tests and the tenth before validates. Up to eight clips, four with marks, are too few for
+    that: each is divided by time, where it is long enough, in whole windows, with one left out before each held-out
+    part, as neighboring frames are near copies.
     Shorter clips are left out with a note. InputError says that there are too few frames.
     """
     marked = any(clip.split == "test" for clip in clips)
@@ -96,7 +98,8 @@ def split_clips(clips: Sequence[DecodedClip], window: int) -> Splits:
         short = f"has {length} frames, less than one window of {window} frames; choose a shorter window"
         raise InputError(f"{name}: the longest {kind} clip {short}")
     number = 1 if marked else 2  # of parts that are held out: validation, and test where no clip is marked
-    by_clip = len(train) > number
+    long = all(clips[part.clip].length >= _LONG * number * window for part in train)
+    by_clip = len(train) > (_MANY if long else 1) * number
     if by_clip:
         tenth = max(1, len(train) // 10)
         held_out = [train[-tenth * left : len(train) - tenth * (left - 1)] for left in range(number, 0, -1)]
