@@ -69,15 +69,16 @@ class Denoising:
             # A gray video in a file of colors is one plane: brightness of three would have its noise √3 times.
             frames = frames[..., :1]
         planes = torch.from_numpy(frames).to(device_of(self.model)).permute(3, 0, 1, 2).to(torch.float32) / LEVELS
-        if len(planes) == 3 and self.settings.crops:
-            brightness, *colors = to_opponent(planes).unsqueeze(1)
-            shown = [self.plane(brightness, self.sigma, copies)]
-            sigma = self.found[-1]
-            shown += [self._color(plane, sigma, copies) for plane in colors]
-            result = from_opponent(torch.cat(shown))
-        else:  # a plane at a time: at full size the codes of one are large enough
-            result = torch.cat([self.plane(plane.unsqueeze(0), self.sigma, copies) for plane in planes])
-        result = result.expand(channels, -1, -1, -1)
+        sigma, colored = self.sigma, len(planes) == 3 and self.settings.crops
+        planes = (to_opponent(planes) if colored else planes).unsqueeze(1)
+        if self.settings.crops:
+            sigma = estimated_noise(planes[0]) * LEVELS if sigma is None else sigma
+            self.found.append(sigma)
+        # A plane at a time: at full size the codes of one are large enough.
+        whole = 1 if colored else len(planes)
+        shown = [self.plane(plane, sigma, copies) for plane in planes[:whole]]
+        shown += [self._color(plane, self.found[-1], copies) for plane in planes[whole:]]
+        result = (from_opponent(torch.cat(shown)) if colored else torch.cat(shown)).expand(channels, -1, -1, -1)
         return (result * LEVELS).round_().clamp_(0, 255).to(torch.uint8).permute(1, 2, 3, 0).cpu().numpy()
 
     def _color(self, plane: Tensor, sigma: float, copies: float) -> Tensor:
@@ -96,9 +97,7 @@ class Denoising:
         """Denoise a plane `[1, T, h, w]` of a window, whose noise in gray levels is estimated where `sigma` is None."""
         data, deviation = self.settings.data, frames.new_zeros(1)
         if isinstance(self.model, DenoisingDUST):
-            if sigma is None:
-                sigma = estimated_noise(frames) * LEVELS
-            self.found.append(sigma)
+            sigma = estimated_noise(frames) * LEVELS if sigma is None else sigma
             # In the codes that the same noise adds up in, its deviation grows with the root of their number.
             deviation = frames.new_full((1,), copies**0.5 * sigma / LEVELS)
         elif isinstance(self.model, DenoisingViT) and any(
