@@ -11,7 +11,7 @@ from typing import Any
 
 from cdt_fast import experiments, tasks
 from cdt_fast.checks import InputError, printable
-from cdt_fast.files import write_json, write_text
+from cdt_fast.files import write_text
 from cdt_fast.tables import as_markdown, as_text
 from cdt_fast.tasks import TASKS
 from cdt_fast.training.interruption import Interrupted
@@ -78,11 +78,9 @@ def reproduce(options: argparse.Namespace) -> None:
         return
     for cell in experiment.cells:
         folders = [str(run.path) for run in planned if run.cell == cell]
-        compare(argparse.Namespace(folders=folders, out=str(out / "comparison" / cell.name), json=None))
+        compare(argparse.Namespace(folders=folders, out=str(out / "comparison" / cell.name)))
     table = running.results_table(experiment, planned)
     write_text(out / "results.md", as_markdown(table))
-    values = {str(run.path): tasks.open_evaluated(run.path).evaluation.model_dump(mode="json") for run in planned}
-    _save(options.json, values)
     print(f"\n{as_text(table)}\n{out / 'results.md'}")
 
 
@@ -110,15 +108,13 @@ def evaluate(options: argparse.Namespace) -> None:
         if options.gammas is not None:
             settings.set("evaluation", "gammas", options.gammas)
             settings.check_noise()
-        _evaluate(run, settings, json=options.json, gammas=options.gammas)
+        _evaluate(run, settings, gammas=options.gammas)
         return
     if options.gammas is not None:
         raise InputError("--gammas and --clips cannot be given together: clips are measured at noise of 10 to 50")
     from cdt_fast.video.comparison import as_table, compare_denoisers
 
-    found = compare_denoisers(*_denoiser(options.folder)[:2], options.clips)
-    _save(options.json, found)
-    print(as_text(as_table(found)))
+    print(as_text(as_table(compare_denoisers(*_denoiser(options.folder)[:2], options.clips))))
 
 
 def _denoiser(folder: str | None) -> tuple[Any, Any, str]:
@@ -136,13 +132,10 @@ def _denoiser(folder: str | None) -> tuple[Any, Any, str]:
     return networks.load_network(run.model, settings.training.device), settings, doubted and f"{run.path}: {doubted}"
 
 
-def _evaluate(
-    run: RunFolder, settings: RunSettings, data: Any = None, json: str | None = None, gammas: str | None = None
-) -> None:
+def _evaluate(run: RunFolder, settings: RunSettings, data: Any = None, gammas: str | None = None) -> None:
     from cdt_fast.training import evaluation
 
     measured = evaluation.evaluate_run(run, settings, tasks.task_of(settings), data)
-    _save(json, measured.evaluation.model_dump(mode="json"))
     words = ["cdt-fast", "evaluate", str(run.path), *([] if gammas is None else ["--gammas", gammas])]
     _report([measured], run.path, shlex.join(words))
 
@@ -154,7 +147,6 @@ def compare(options: argparse.Namespace) -> None:
     if len(set(names)) < len(names):  # folders of one name are called by their paths
         runs = [replace(run, name=str(run.folder.path)) for run in runs]
     tasks.check_comparable(runs)
-    _save(options.json, {run.label: run.evaluation.model_dump(mode="json") for run in runs})
     _report(runs, options.out, shlex.join(["cdt-fast", "compare", *options.folders, "--out", options.out]))
 
 
@@ -166,11 +158,6 @@ def _report(runs: list[Any], folder: str | Path, command: str) -> None:
     print("", *report.remarks(runs), f"report: {report.write_report(folder, runs, command)}", sep="\n")
 
 
-def _save(path: str | None, value: Any) -> None:
-    if path is not None:
-        write_json(path, value)
-
-
 def denoise(options: argparse.Namespace) -> None:
     """Denoise a video."""
     model, settings, caution = _denoiser(options.run_folder)
@@ -178,7 +165,6 @@ def denoise(options: argparse.Namespace) -> None:
 
     chosen = {name: getattr(options, name) for name in ("depth", "sigma", "grids", "overwrite")}
     written = denoise_video(model, settings, options.source, options.target, caution=caution, **chosen)
-    _save(options.json, written)
     for note in written["notes"]:
         print(f"cdt-fast: note: {printable(note)}", file=sys.stderr)
     noise = "" if written["sigma"] is None else f", noise of {written['sigma']:.3g} gray levels"
@@ -200,7 +186,6 @@ def info(options: argparse.Namespace) -> None:
     from cdt_fast.info import collect
 
     facts = collect()
-    _save(options.json, facts)
     width = max(map(len, facts))
     for name, value in facts.items():
         print(f"{name.ljust(width)}  {value}")

@@ -115,10 +115,7 @@ def build_parser() -> Parser:
     add("--out", metavar="DIR", help=text)
 
     text = "say what is installed, which device is used, and why"
-    _command(shown, "info", commands.info, text, "info --json info.json")
-
-    for name in ("evaluate", "compare", "denoise", "reproduce", "info"):
-        shown.choices[name].add_argument("--json", metavar="FILE", help="also write the results as JSON")
+    _command(shown, "info", commands.info, text, "info")
     return parser
 
 

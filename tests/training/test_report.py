@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import sys
@@ -19,8 +18,8 @@ from tests.runs import Call
 
 
 def test_compare_prints_one_table_of_all_and_writes_a_report(call: Call, trained: Any, tmp_path: Path) -> None:
-    out, values = tmp_path / "my comparison", tmp_path / "values.json"
-    answer = call("compare", trained.constrained, trained.plain, "--out", out, "--json", values)
+    out = tmp_path / "my comparison"
+    answer = call("compare", trained.constrained, trained.plain, "--out", out)
     assert (answer.status, answer.err) == (0, "")
     table = answer.out.strip().split("\n\n")[0].splitlines()
     names = ["identity (the noisy frames)", "3-D DCT 8x8x5, shifted grids"]
@@ -46,7 +45,6 @@ def test_compare_prints_one_table_of_all_and_writes_a_report(call: Call, trained
     assert known < set(pictures)
     assert all((out / picture).read_bytes().startswith(b"\x89PNG") for picture in pictures)
     assert {path.name for path in out.iterdir()} == {"report.md", *pictures}
-    assert json.loads(values.read_text()) == dict(zip(labels, (constrained, plain), strict=True))
 
 
 @pytest.mark.parametrize(
@@ -86,9 +84,9 @@ def test_runs_of_one_name_are_told_apart_and_without_matplotlib_there_are_tables
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     paths = [shutil.copytree(trained.constrained, tmp_path / name / "run") for name in "ab"]
-    assert call("compare", *paths, "--out", tmp_path, "--json", tmp_path / "values.json").status == 0
-    assert set(read_json(tmp_path / "values.json")) == {f"{path} (constrained, chain, untied)" for path in paths}
+    assert call("compare", *paths, "--out", tmp_path).status == 0
     text = (tmp_path / "report.md").read_text()
+    assert all(f"{path} (constrained, chain, untied)" in text for path in paths)
     assert "identity" in text
     assert "No pictures: drawing a report needs the package 'matplotlib'" in text
 
