@@ -1,4 +1,4 @@
-"""The verdict on losses: whether they satisfy the constraints, by how much, where not, and what would be met."""
+"""The verdict on losses: whether they satisfy the constraints, by how much, and where not."""
 
 import math
 from collections.abc import Sequence
@@ -27,7 +27,6 @@ class FeasibilityReport:
             margin that is left); None when no constraint was judged.
         worst_kind: whether that is a constraint of descent or a bound.
         bound_violation, relative_bound_violation: ℓ_k − b_k, and the same over |b_k|; empty without bounds.
-        advice: what to ask for instead of the worst constraint, where it is violated.
         unjudged: how many constraints are not in force yet: the reference or the warm-up's loss is not known.
         caveat: which layers miss their rate although all that was judged holds: a bound by the reference can be far
             above the loss of the layer's input.
@@ -43,7 +42,6 @@ class FeasibilityReport:
     worst_kind: Kind
     bound_violation: list[float | None]
     relative_bound_violation: list[float | None]
-    advice: str
     unjudged: int
     caveat: str
 
@@ -72,8 +70,7 @@ class FeasibilityReport:
         if not self.feasible:
             violated = sum(relative > 0 for relative in judged)
             verb = "is" if violated == 1 else "are"
-            advice = self.advice and f"; {self.advice}"
-            return f"Infeasible: {violated} of {total} constraints {verb} violated; {worst}{advice}."
+            return f"Infeasible: {violated} of {total} constraints {verb} violated; {worst}."
         held = f"the {total} bounds hold" if self.caveat else f"all {total} constraints hold"
         if self.unjudged:
             held = f"{len(judged)} of {total} constraints are judged, and hold"
@@ -106,9 +103,6 @@ def judge(
     ratio: list[float] = (losses[1:] / losses[:-1]).tolist()
     # NaN is worse than any number.
     worst, kind, layer = max(entries, key=lambda one: (math.isnan(one[0]), one[0]), default=(None, "descent", None))
-    advice = ""
-    if layer is not None and finite and not feasible:
-        advice = _advice(kind, layer, losses.tolist(), ratio, chained[layer])
     caveats = [
         f"layer {layer} multiplies the loss by {value:.5g} (its rate allows {1 - rate:.5g})"
         for layer, (value, rate) in enumerate(zip(ratio, rates or [math.nan] * len(ratio), strict=True), 1)
@@ -125,21 +119,9 @@ def judge(
         worst_kind=kind,
         bound_violation=absolute["bound"],
         relative_bound_violation=relative["bound"],
-        advice=advice,
         unjudged=total - len(entries),
         caveat=" and ".join(caveats),
     )
-
-
-def _advice(kind: Kind, depth: int, losses: list[float], ratio: list[float], chained: bool) -> str:
-    """Say what would be met where the worst constraint is not."""
-    if kind == "bound":
-        return f"a bound of {losses[depth]:.4g} would be met"
-    if chained:
-        if ratio[depth - 1] <= 1:
-            return f"a rate of {math.floor(1000 * (1 - ratio[depth - 1])) / 1000:g} would be met at layer {depth}"
-        return f"layer {depth} multiplies the loss by {ratio[depth - 1]:.3g}, so that no rate would be met there"
-    return f"a reference of {losses[0]:.4g} would be met" if depth == 0 else "lower the rate, or raise the reference"
 
 
 def _finite_or_none(value: Any) -> Any:

@@ -27,7 +27,6 @@ def test_report_of_a_feasible_solution() -> None:
         "worst_kind": "descent",
         "bound_violation": [],
         "relative_bound_violation": [],
-        "advice": "",
         "unjudged": 0,
         "caveat": "",
     }
@@ -41,7 +40,7 @@ def test_report_of_an_infeasible_solution() -> None:
     assert (report.worst_layer, report.worst_violation) == (3, pytest.approx(0.14 / 0.9, abs=1e-6))
     assert str(report) == (
         "Infeasible: 3 of 4 constraints are violated; the worst: layer 3 is above its bound by 0.14 "
-        "(relative violation 15.56%); layer 3 multiplies the loss by 1.06, so that no rate would be met there."
+        "(relative violation 15.56%)."
     )
 
 
@@ -124,24 +123,6 @@ def test_a_report_does_not_say_that_all_hold_where_a_layer_misses_its_rate(
     assert ("all 3" in str(report)) == (not caveat)
     assert caveat in str(report)
     assert not plain(2, 0.05, 12.0, **options).report([20.0, 20.0, 21.0]).caveat  # it is violated
-
-
-@pytest.mark.parametrize(
-    ("losses", "options", "advice"),
-    [
-        ([1.0, 0.963, 0.2], {"rate": 0.1}, "a rate of 0.037 would be met at layer 1"),
-        ([1.0, 1.0, 0.5], {"rate": 0.1}, "a rate of 0 would be met at layer 1"),
-        ([1.0, 0.5, 0.6], {"rate": 0.1}, "layer 2 multiplies the loss by 1.2, so that no rate would be met there"),
-        ([9.0, 0.5, 0.2], {"rate": 0.1, "reference": 1.0}, "a reference of 9 would be met"),
-        ([1.0, 0.5, 0.5], {"rate": 0.6, "reference": 1.0, "coupling": "absolute"}, "lower the rate, or raise the refe"),
-        ([1.0, 0.9, 0.1], {"rate": 0.6, "reference": 1.0, "coupling": "absolute"}, "lower the rate, or raise the refe"),
-    ],
-)
-def test_a_verdict_says_what_to_change(losses: list[float], options: dict[str, Any], advice: str) -> None:
-    report = plain(2, **options).report(losses)
-    assert advice in report.advice
-    assert report.advice in str(report)
-    assert plain(2, **options).report([1.0, 0.1, 0.01]).advice == ""
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
