@@ -54,11 +54,6 @@ def case_as_text(case: Case) -> str:
     return "\n".join(["", case["case"] + (f" ({more})" if more else ""), table, *remarks])
 
 
-def quick_table(cases: Sequence[Case]) -> str:
-    """A row for each case, as in the document."""
-    return as_text(_table(cases, ()))
-
-
 def _words(one: Case) -> list[str]:
     if one["status"] != "timed":
         return [one["role"], "", one["status"], "", "", "", ""]
@@ -94,7 +89,7 @@ def document(results: Mapping[str, Mapping[str, Any]], links: str = "") -> str:
         title, cases = f"{file['suite']} on {file['name']}", file["cases"]
         lines += [f"## {title}", "", f"{_setting(file)}: [every round]({links}{name}).", ""]
         notes = list(dict.fromkeys(case["note"] for case in cases if case["note"]))
-        lines += [f"![{title}]({links}{Path(name).stem}.png)", "", as_markdown(_table(cases, notes)), ""]
+        lines += [f"![{title}]({links}{Path(name).stem}.png)", "", as_markdown(table_of(cases, notes)), ""]
         groups: dict[str, Counter[str]] = defaultdict(Counter)
         for implementation, remark in _remarks(cases):
             groups[remark][implementation] += 1
@@ -112,7 +107,7 @@ def _setting(file: Mapping[str, Any]) -> str:
     return ", ".join([*words, *sorted({run["date"].split()[0] for run in runs})])
 
 
-def _table(cases: Sequence[Case], notes: Sequence[str]) -> list[list[str]]:
+def table_of(cases: Sequence[Case], notes: Sequence[str] = ()) -> list[list[str]]:
     """A row for the cases that differ in their dtype alone, with the figures of each dtype side by side."""
     dtypes = list(dict.fromkeys(case["dtype"] for case in cases))
     rows: dict[str, dict[str, list[str]]] = defaultdict(dict)

@@ -12,11 +12,12 @@ from pathlib import Path
 import torch
 
 from cdt_fast.bench import results_file
-from cdt_fast.bench.document import case_as_text, quick_table
+from cdt_fast.bench.document import case_as_text, table_of
 from cdt_fast.bench.measure import measure
 from cdt_fast.bench.suites import SUITES
 from cdt_fast.checks import InputError, check_integer
 from cdt_fast.files import write_json
+from cdt_fast.tables import as_text
 from cdt_fast.training.execution import disable_malloc_trim
 
 
@@ -67,7 +68,7 @@ def run_command(options: argparse.Namespace) -> int:
             print(case_as_text(found[-1]), flush=True)
         gc.collect()  # the tensors of a case hang on closures that know each other
     if options.quick:
-        print(quick_table(found))
+        print(as_text(table_of(found)))
     every = [one for case in found for one in case["implementations"].values()]
     if missing := dict.fromkeys(one["reason"] for one in every if one["status"] == "unavailable"):
         print("unavailable here:", "; ".join(missing))

@@ -92,7 +92,7 @@ class TextUT(PretrainedModel):
         """Return the logits `[..., classes]` after `depth` layers (None: all of them); later layers cost nothing.
 
         Args:
-            tokens: token ids `[..., T]` (int32 or int64), or word embeddings `[..., T, width of the embeddings]`.
+            tokens: token ids `[..., T]`, int32 or int64.
             depth: 0..L; 0 reads the tokens as they go into layer 1.
             lengths: `[...]` integers, the tokens of each text, the rest being padding on its right. On a GPU there
                 is no host sync: a text without tokens is read as zeros.
@@ -156,27 +156,18 @@ class TextUT(PretrainedModel):
 
     def _embed(self, tokens: Tensor, lengths: Tensor | None) -> Tensor:
         """Return the input of layer 1 `[..., T, d]`; the word embeddings are zero at padding."""
-        is_ids = isinstance(tokens, Tensor) and tokens.dtype in (torch.int32, torch.int64) and tokens.dim() >= 1
-        if not is_ids and not (isinstance(tokens, Tensor) and tokens.is_floating_point() and tokens.dim() >= 2):
-            expected = "ids [..., T] (int32 or int64) or embeddings [..., T, width]"
-            raise InputError(f"tokens must be {expected}, got {common.describe(tokens)}")
-        shape = tokens.shape if is_ids else tokens.shape[:-1]
-        if shape[-1] == 0:
+        if not isinstance(tokens, Tensor) or tokens.dtype not in (torch.int32, torch.int64) or tokens.dim() < 1:
+            raise InputError(f"tokens must be ids [..., T] (int32 or int64), got {common.describe(tokens)}")
+        longest, words = tokens.shape[-1], self.embedding.num_embeddings
+        if longest == 0:
             raise InputError(f"tokens must hold at least one token a text, got shape {tuple(tokens.shape)}")
-        if is_ids:
-            if tokens.device != self.embedding.weight.device:
-                raise InputError(f"tokens is on {tokens.device} but the model is on {self.embedding.weight.device}")
-            words = self.embedding.num_embeddings
-            _check_range(tokens, 0, words - 1, f"tokens holds the id {{}}, outside the vocabulary of {words}")
-            states = self.embedding(tokens)
-        else:
-            expected = (*shape, self.embedding.embedding_dim)
-            common.check_shape("tokens", tokens, expected, "tokens by the embeddings' width")
-            common.check_together(tokens=tokens, embedding=self.embedding.weight)
-            states = tokens
+        if tokens.device != self.embedding.weight.device:
+            raise InputError(f"tokens is on {tokens.device} but the model is on {self.embedding.weight.device}")
+        _check_range(tokens, 0, words - 1, f"tokens holds the id {{}}, outside the vocabulary of {words}")
+        states = self.embedding(tokens)
         common.check_lengths(lengths, states)
         if lengths is not None:
-            _check_range(lengths, 1, shape[-1], f"lengths must be from 1 to the {shape[-1]} tokens of a text, got {{}}")
+            _check_range(lengths, 1, longest, f"lengths must be from 1 to the {longest} tokens of a text, got {{}}")
         # Before the projections: what stands at padding (NaN too) would reach their weights' gradients.
         states = common.without_padding(states, common.padding_mask(lengths, states))
         return states if self.projection is None else self.projection(states)

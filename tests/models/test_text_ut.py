@@ -101,27 +101,27 @@ def test_losses_and_gradients_are_those_of_the_formula(options: dict[str, Any], 
 
 def test_what_stands_at_padding_reaches_neither_a_logit_nor_a_gradient() -> None:
     model = made(width=4)
-    vectors = torch.randn(3, 7, 6, generator=generator(5), dtype=torch.float64)
-    poisoned = vectors.clone()
+    tokens, padding = ids().clamp(max=9), 10
     for row, length in enumerate(LENGTHS.tolist()):
-        poisoned[row, length:] = float("nan")
-    parameters = [parameter for name, parameter in model.named_parameters() if name != "embedding.weight"]
+        tokens[row, length:] = padding
     gradients = []
-    for given in (vectors, poisoned):
-        given.requires_grad_()
-        total, losses = model.layer_losses(given, LABELS, [1.0, 1.0, 1.0, 1.0], lengths=LENGTHS)
-        gradients.append([losses, *torch.autograd.grad(total, [given, *parameters])])
+    for stands_there in (1.0, float("nan")):
+        with torch.no_grad():
+            model.embedding.weight[padding] = stands_there
+        total, losses = model.layer_losses(tokens, LABELS, [1.0, 1.0, 1.0, 1.0], lengths=LENGTHS)
+        gradients.append([losses, *torch.autograd.grad(total, [*model.parameters()])])
     for clean, padded in zip(*gradients, strict=True):
         assert torch.equal(clean, padded)
-    assert (gradients[0][1][1, 1:] == 0).all()
+    of_embedding = next(grad for grad in gradients[0][1:] if grad.shape == model.embedding.weight.shape)
+    assert (of_embedding[padding] == 0).all()
+    assert of_embedding.any()
 
 
-def test_embeddings_in_place_of_ids_and_any_leading_dimensions() -> None:
+def test_ids_of_any_leading_dimensions() -> None:
     model, tokens = made(), torch.randint(0, 11, (2, 3, 5), generator=generator(4))
     lengths = torch.tensor([[5, 2, 3], [1, 4, 5]])
     expected = torch.stack([model(row, lengths=length) for row, length in zip(tokens, lengths, strict=True)])
     torch.testing.assert_close(model(tokens, lengths=lengths), expected, rtol=1e-12, atol=1e-13)
-    assert torch.equal(model(model.embedding(tokens), lengths=lengths), model(tokens, lengths=lengths))
     assert torch.equal(model(tokens.int(), lengths=lengths.int()), model(tokens, lengths=lengths))
 
 
@@ -180,8 +180,7 @@ def test_a_bad_argument_of_the_model_is_named(arguments: Any, options: dict[str,
         (torch.tensor([[1, -1]]), {}, "id -1"),
         (torch.zeros(2, 0, dtype=torch.int64), {}, "at least one token"),
         (torch.zeros(2, 3, dtype=torch.bool), {}, "tokens"),
-        (torch.zeros(3, 5, dtype=torch.float64), {}, "width"),
-        (torch.zeros(1, 3, 6), {}, "float32"),
+        (torch.zeros(1, 3, 6), {}, "must be ids"),
         (torch.zeros(2, 3, dtype=torch.int64), {"lengths": torch.tensor([3, 0])}, "from 1 to the 3.*got 0"),
         (torch.zeros(2, 3, dtype=torch.int64), {"lengths": torch.tensor([3, 4])}, "got 4"),
         (torch.zeros(2, 3, dtype=torch.int64), {"lengths": torch.tensor([3])}, "lengths"),
