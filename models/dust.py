@@ -29,7 +29,7 @@ class DUST(PretrainedModel):
         tied: one dictionary for all layers, else one a layer.
         sparsity: λ₁ ≥ 0; the threshold is θ = λ₁ · step.
         step: 1/c; None: 1/‖D‖₂² of the initial dictionary, the largest that makes LISTA a descent method. It stays
-            fixed while the dictionaries train; `spectral_ratio` says whether the bound holds.
+            fixed while the dictionaries train.
         scale: β of the attention.
         readout: the dictionary that turns the codes of depth l into a reconstruction: "own" (layer l's; depth 0 reads
             with layer 1's) or "next" (layer l+1's, the projection that the next layer needs anyway; depth L reads with
@@ -130,10 +130,6 @@ class DUST(PretrainedModel):
         # Numbers of the host multiply where they are: no copy to the device, and no backward for a depth of weight 0.
         counted = [weight / tokens * error for weight, error in zip(weights.tolist(), errors, strict=True) if weight]
         return common.LayerwiseLosses(torch.stack(counted or [0 * errors[-1]]).sum(), per_depth.detach())
-
-    def spectral_ratio(self) -> Tensor:
-        """Return `‖D‖₂² / c` of each dictionary (`[]` if tied, else `[layers]`); above 1 LISTA may overshoot."""
-        return squared_spectral_norm(self.dictionary) * self.step
 
     def _check(self, noisy: Tensor) -> None:
         common.check_tensor("noisy", noisy, 2, "[..., T, n]")

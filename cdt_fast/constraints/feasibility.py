@@ -59,7 +59,9 @@ class FeasibilityReport:
                 f"No verdict: none of the {self.unjudged} constraints is in force yet: they wait for the warm-up, or "
                 f"for the {REFERENCE_MEASUREMENTS} measurements of an automatic reference."
             )
-        judged, depth, where = self._relative(), self.worst_layer, f"depth {self.worst_layer}"
+        every = self.relative_violation + self.relative_bound_violation
+        judged = [relative for relative in every if relative is not None]
+        depth, where = self.worst_layer, f"depth {self.worst_layer}"
         tightest, above = f"the bound of {where}", self.bound_violation
         if self.worst_kind == "descent":
             where = tightest = f"layer {depth}" if depth else "depth 0 (the reference)"
@@ -76,10 +78,6 @@ class FeasibilityReport:
             held = f"{len(judged)} of {total} constraints are judged, and hold"
         margin = f"the tightest, {tightest}, has {abs(self.worst_violation):.2%} to spare"
         return f"Feasible: {held}{self.caveat and f', but {self.caveat}'}; {margin}."
-
-    def _relative(self) -> list[float]:
-        parts = (self.relative_violation, self.relative_bound_violation)
-        return [relative for part in parts for relative in part if relative is not None]
 
 
 def judge(

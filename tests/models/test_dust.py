@@ -117,14 +117,6 @@ def test_the_default_model_has_the_paper_s_shapes_and_step(kind: type[models.DUS
     assert ("soft_threshold" if kind is models.DUST else "relu") == model.NONLINEARITY
 
 
-def test_the_spectral_ratio_is_that_of_each_dictionary() -> None:
-    model = built(models.DUST, step=0.5)
-    ratios = model.spectral_ratio()
-    torch.testing.assert_close(ratios, 0.5 * squared_spectral_norm(model.dictionary))
-    assert not ratios.requires_grad
-    assert models.DUST(PATCH, CODES, LAYERS, tied=True).spectral_ratio() == pytest.approx(1.0)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("readout", ["own", "next"])
 def test_autocast_rounds_as_its_dtype_does(dtype: torch.dtype, readout: str) -> None:
