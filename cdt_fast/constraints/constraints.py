@@ -170,11 +170,6 @@ class DescentConstraints(nn.Module):
         return bool(self.descent.exists.any()) or self.bounds is not None
 
     @property
-    def waits_for_reference(self) -> bool:
-        """Return whether a constraint needs an automatic reference."""
-        return self.descent.measured is not None and bool((self.descent.exists & self.descent.uses_reference).any())
-
-    @property
     def needs_warmup(self) -> bool:
         """Return whether a bound is a factor of the losses of the warm-up."""
         return self.bounds is not None and self.bounds.average is not None

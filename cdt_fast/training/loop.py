@@ -14,7 +14,6 @@ from torch import Tensor
 from tqdm import tqdm
 
 from cdt_fast.checks import InputError, printable
-from cdt_fast.constraints.presets import REFERENCE_MEASUREMENTS
 from cdt_fast.training.checkpoint import load_checkpoint, run_identity, save_checkpoint
 from cdt_fast.training.cuda_graph import CapturedStep, CudaGraphs
 from cdt_fast.training.execution import disable_malloc_trim, resolve_execution
@@ -117,11 +116,6 @@ class Trainer:
             notes.append(
                 f"note: the constraints come on after a warm-up of {warmup:,} steps, and the training ends at step "
                 f"{steps:,}: it is one without constraints. Train longer, or with --warmup-epochs 0"
-            )
-        elif self.constraints.waits_for_reference and steps <= REFERENCE_MEASUREMENTS:
-            notes.append(
-                f"note: --reference auto takes {REFERENCE_MEASUREMENTS} steps, and the training ends at step "
-                f"{steps:,}: the constraints that use it never come on"
             )
         given, used = self.settings.constraints.reference, self.constraints.options.reference
         if given != used:

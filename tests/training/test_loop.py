@@ -251,7 +251,6 @@ def test_a_start_that_is_worse_than_its_input_is_said_or_refused(
     ("changes", "note"),
     [
         ({"steps": 21}, None),
-        ({"steps": 20}, "takes 20 steps, and the training ends at step 20"),
         ({"steps": 3}, "the constraints come on after a warm-up of 4 steps"),
         ({"steps": 6, "reference": 1.0}, None),
         ({"steps": 5, "reference": 1.0}, "the constraints come on after a warm-up of 4 steps"),
