@@ -79,8 +79,7 @@ def _scores(logits, columns, vocabulary, softcap):
 
 # Chunks are slices of what belongs to all rows, which start anywhere.
 @triton.jit(
-    do_not_specialize=["first", "classes"],
-    do_not_specialize_on_alignment=["targets", "scales", "losses", "log_sums"],
+    do_not_specialize=["first", "classes"], do_not_specialize_on_alignment=["targets", "scales", "losses", "log_sums"]
 )
 def cross_entropy_kernel(
     logits,  # [rows, padded], the first `vocabulary` columns of which count; read, and written with scales

@@ -119,15 +119,14 @@ def evaluate(options: argparse.Namespace) -> None:
 
 def _denoiser(folder: str | None) -> tuple[Any, Any, str]:
     """Return the network of a run, or the one that comes with the package, its settings, and doubts about it."""
-    if folder is not None:
-        run, settings = tasks.open_run(folder)
-        if settings.task != "video":
-            raise InputError(f"{run.path}: is a run of `train {settings.task}`; only runs on video denoise")
+    run, settings = (None, VideoSettings()) if folder is None else tasks.open_run(folder)
+    if settings.task != "video":
+        raise InputError(f"{folder}: is a run of `train {settings.task}`; only runs on video denoise")
     from cdt_fast.video import networks
     from cdt_fast.video.task import doubts
 
-    if folder is None:
-        return networks.load_network(networks.SHIPPED), VideoSettings(), ""
+    if run is None:
+        return networks.load_network(networks.SHIPPED), settings, ""
     doubted = doubts(run, settings)
     return networks.load_network(run.model, settings.training.device), settings, doubted and f"{run.path}: {doubted}"
 

@@ -187,7 +187,5 @@ def _backward(ctx: Any, *grads: Tensor | None) -> list[Tensor | None]:
 
 
 _layer = common.differentiable(
-    *("denoising_layer", _forward, _forward_fake),
-    lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
-    _backward,
+    *("denoising_layer", _forward, _forward_fake), lambda ctx, inputs, output: ctx.save_for_backward(*inputs), _backward
 )

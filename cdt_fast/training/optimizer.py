@@ -91,11 +91,7 @@ class TrainingStep:
     constraints: DescentConstraints | None  # give the weights of the losses; None: unconstrained
 
     def run(
-        self,
-        batches: Iterable[Sequence[Tensor]],
-        counts: Sequence[int],
-        known: Sequence[float] | None,
-        update: bool,
+        self, batches: Iterable[Sequence[Tensor]], counts: Sequence[int], known: Sequence[float] | None, update: bool
     ) -> None:
         """Take the step.
 

@@ -54,8 +54,8 @@ def compare_denoisers(
         return torch.cat([denoising.plane(window[None], sigma if told else None)[0] for window in windows]).cpu()
 
     named = peers()
-    named |= {f"this run, {n} of {model.layers} layers": partial(ours, n, True) for n in range(1, model.layers + 1)}
-    named["this run, noise estimated"] = partial(ours, model.layers, False)
+    named |= {f"the network, {n} of {model.layers} layers": partial(ours, n, True) for n in range(1, model.layers + 1)}
+    named["the network, noise estimated"] = partial(ours, model.layers, False)
     results: list[dict[str, Any]] = []
     for name, denoise in progress_bar(named.items(), desc="compare", unit="denoiser"):
         rows: list[Any] = []

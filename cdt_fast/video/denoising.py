@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from cdt_fast.video.writing import check_target, remove_leftovers, write_video
 
 # Noise estimated of a plane, as a share of that at half its size: twice of white noise, nothing of repeated pixels.
 _ENLARGED = 0.1
+_halved = partial(torch.nn.functional.avg_pool2d, kernel_size=2, ceil_mode=True)
 
 
 @dataclass
@@ -111,10 +113,6 @@ class Denoising:
         with torch.autocast(frames.device.type, narrow, enabled=enabled):
             chosen = deviation, self.grids, self.depth, True, few_grids
             return reconstructed(self.model, self.settings, frames, *chosen)[-1]
-
-
-def _halved(frames: Tensor) -> Tensor:
-    return torch.nn.functional.avg_pool2d(frames, 2, ceil_mode=True)
 
 
 def denoise_video(

@@ -16,13 +16,7 @@ from cdt_fast.progress import progress_bar
 from cdt_fast.training.results import Evaluation, per_sample_statistics
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.video.data.windows import VideoData, Windows
-from cdt_fast.video.networks import (
-    Denoiser,
-    ReconstructionLosses,
-    device_of,
-    reconstructed,
-    training_input,
-)
+from cdt_fast.video.networks import Denoiser, ReconstructionLosses, device_of, reconstructed, training_input
 from cdt_fast.video.noise import LEVELS, noisy_batches, unit_noise_batches, with_noise
 from cdt_fast.video.quality import BASELINES, psnr_of, ssim
 from cdt_fast.video.settings import VideoSettings

@@ -23,7 +23,7 @@ Place = tuple[int, int, int]  # rows, columns and frames that a grid of patches 
 # Trained on clips of several cameras and generated scenes; its README.md says which.
 SHIPPED = Path(__file__).parent / "denoiser"
 _HEAD_WIDTH = 64  # of a ViT with random weights
-# What a processor has in its caches together, where it keeps nothing for gradients; less leaves a GPU without work.
+# At once in a layer: with more, products on a CPU run out of its caches, with less a GPU is without work.
 _PIXELS_AT_ONCE = {"cpu": 2**20, "cuda": 2**24}
 
 
@@ -48,10 +48,8 @@ def build_network(settings: VideoSettings) -> Denoiser:
         return vit
     if settings.crops:
         network = DenoisingDUST(data.patch, data.patch_frames, model.code_size, model.layers)
-        if not model.scratch:
-            shipped = load_pretrained(SHIPPED)
-            network = shipped if shipped.config == network.config else network
-        return network
+        shipped = None if model.scratch else load_pretrained(SHIPPED)
+        return shipped if isinstance(shipped, DenoisingDUST) and shipped.config == network.config else network
     tied = not settings.constrained if model.tied is None else model.tied
     sizes = pixels, model.code_size or pixels, model.layers
     if model.model == "ut":
@@ -135,7 +133,7 @@ def reconstructed(
         view = view.unflatten(2, (-1, data.patch)).unflatten(1, (window // data.patch_frames, -1))
         return view.permute(0, 3, 5, 1, 2, 4, 6)
 
-    def tokens(frames: Tensor, some: list[Place], start: int, length: int) -> Tensor:
+    def cut(frames: Tensor, some: list[Place], start: int, length: int) -> Tensor:
         return torch.cat([patches(frames, place, start, length) for place in some]).flatten(4).flatten(0, 2)
 
     unit = deviation.clamp(min=LEAST_DEVIATION).to(noisy)[:, None, None, None]
@@ -146,8 +144,8 @@ def reconstructed(
         total, weights = torch.zeros_like(first), torch.zeros_like(first[:, ::cell])
         for number, (some, start, length) in enumerate(parts):
             if len(kept) == number:
-                kept.append(model.refinement(tokens(first, some, start, length)))
-            found = kept[number](level, tokens(estimate, some, start, length))
+                kept.append(model.refinement(cut(first, some, start, length)))
+            found = kept[number](level, cut(estimate, some, start, length))
             for place, values, weight in zip(some, *(each.chunk(len(some)) for each in found), strict=True):
                 there = patches(total, place, start, length)
                 factor = weight.view(*there.shape[:4], 1, 1, 1)

@@ -70,9 +70,9 @@ def test_a_run_is_compared_with_other_denoisers_on_clips_of_anyone(tmp_path: Pat
         if name != "noisy frames":
             assert each["psnr"][1] > noisy["psnr"][1] + 0.5, name
             assert len(each["psnr"]) == len(each["ssim"]) == 2
-    told = by_name["this run, 2 of 2 layers"]["psnr"]
+    told = by_name["the network, 2 of 2 layers"]["psnr"]
     assert told[1] > noisy["psnr"][1] + 6  # the start of the training is a threshold
-    assert by_name["this run, noise estimated"]["psnr"] == pytest.approx(told, abs=0.5)
+    assert by_name["the network, noise estimated"]["psnr"] == pytest.approx(told, abs=0.5)
     rows = as_table(found, [20.0, 50.0])
     assert len({len(row) for row in rows}) == 1
     with pytest.raises(InputError, match=r"short\.npy: has 3 frames"):
