@@ -16,6 +16,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -51,6 +52,9 @@ MODES = {
 DOCUMENT = Path("docs/gpus.md")
 HARMLESS_SPILL = 16  # bytes a thread: four registers
 RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)")
+LOADS = re.compile(
+    r"ld\.global(?:\.[\w:]+?)*?(?:\.v(?P<count>\d))?\.[bfsu](?P<bits>\d+)|cp\.async\.c.*\], 0x(?P<bytes>[0-9a-f]+)"
+)
 # Constants that are added to addresses in shared memory: the upper half says how the tile there is swizzled.
 DESCRIPTORS = re.compile(r"(?:add\.s64|or\.b64)\s+%rd\d+, (%rd\d+), (-?\d+);")
 
@@ -173,6 +177,7 @@ class Compiled(NamedTuple):
     registers: int = 0  # of a thread
     spilled: int = 0  # bytes of local memory of a thread
     shared: int = 0  # bytes of shared memory of a block
+    load_bits: int = 0  # that a thread reads at once from global memory, in most of its loads
     mixed: bool = False  # whether products for Hopper read one place as tiles of two kinds
     error: str = ""  # the compiler's message if it failed
 
@@ -205,8 +210,13 @@ def measured(kernel: Any, name: str, mode: str) -> Compiled:
         printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     (found,) = RESOURCES.findall(printed)
     registers, stack, local = map(int, found)
+    loaded: Counter[int] = Counter()  # bits in the code, by the width of a load
+    for load in LOADS.finditer(kernel.asm["ptx"]):
+        width = 8 * int(load["bytes"], 16) if load["bytes"] else int(load["bits"]) * int(load["count"] or 1)
+        loaded[width] += width
+    widest = max(loaded, key=loaded.__getitem__, default=0)
     mixed = kernel.metadata.target.arch == 90 and reads_two_kinds(kernel.asm["ptx"])
-    return Compiled(name, mode, registers, stack + local, kernel.metadata.shared, mixed)
+    return Compiled(name, mode, registers, stack + local, kernel.metadata.shared, widest, mixed)
 
 
 def reads_two_kinds(ptx: str) -> bool:
@@ -238,29 +248,31 @@ def measure_card(card: GpuSpec, modes: Sequence[str], part: str, with_flags: boo
     return found
 
 
-def table(found: Mapping[str, Sequence[Compiled]], mode: str) -> list[list[str]]:
-    """A row for each kernel: the worst of its specializations in a mode on each card."""
-    rows = [["kernel", *(f"{name} ({CARDS[name].shared_memory // 1024} KiB)" for name in found)]]
-    for kernel in dict.fromkeys(one.kernel for some in found.values() for one in some if one.mode == mode):
-        rows.append([kernel, *(_worst([one for one in some if one[:2] == (kernel, mode)]) for some in found.values())])
+def table(found: Mapping[str, Sequence[Compiled]]) -> list[list[str]]:
+    """A row for each kernel and mode: the worst of its specializations on each card."""
+    rows = [["kernel", "", *(f"{name} ({CARDS[name].shared_memory // 1024} KiB)" for name in found)]]
+    for row in dict.fromkeys(one[:2] for some in found.values() for one in some):
+        rows.append([*row, *(_worst([one for one in some if one[:2] == row]) for some in found.values())])
     return rows
 
 
 def _worst(some: Sequence[Compiled]) -> str:
     if not some or any(one.error for one in some):
         return f"**{len(some)} do not compile**" if some else "–"
-    registers, spilled, shared = (max(column) for column in list(zip(*some, strict=True))[2:5])
-    return f"{registers}/{-(-shared // 1024)}" + (f" **spills {spilled}**" if spilled else "")
+    spilled = max(one.spilled for one in some)
+    shared = -(-max(one.shared for one in some) // 1024)
+    words = f"{max(one.registers for one in some)}/{shared}/{min(one.load_bits for one in some)}"
+    return f"{words} **spills {spilled}**" if spilled else words
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; the exit status is 1 if a specialization has a fault."""
     parser = argparse.ArgumentParser(prog="python -m cdt_fast.bench.tools.compile_kernels", description=__doc__)
     parser.add_argument("--card", choices=CARDS, nargs="+", default=REPORTED, help="default: one of each kind")
-    parser.add_argument("--mode", choices=MODES, nargs="+", default=list(MODES), help="that of the table first (all)")
+    parser.add_argument("--mode", choices=MODES, nargs="+", default=list(MODES), help="default: all")
     parser.add_argument("--kernel", default="", help="a part of the names of the kernels to compile (all)")
     parser.add_argument("--default", action="store_true", help="in bfloat16 no more than in the other modes")
-    parser.add_argument("--write", action="store_true", help=f"put the table into {DOCUMENT}")
+    parser.add_argument("--write", action="store_true", help=f"put the rows of the first mode into {DOCUMENT}")
     options = parser.parse_args(arguments)
     # Spawned: a fork would take over the threads that torch and LLVM have started here.
     with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
@@ -269,13 +281,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found = {name: future.result() for name, future in futures.items()}
     every = [(name, one) for name, some in found.items() for one in some]
     faults = [f"{one.kernel}, {one.mode}, {name}: {fault}" for name, one in every for fault in one.faults(CARDS[name])]
-    rows = as_markdown(table(found, options.mode[0]))
+    rows = table(found)
     text = f"{len(every)} specializations compiled with Triton {triton.__version__}, faults: {len(faults) or 'none'}."
-    print(rows, "", text, *dict.fromkeys(faults), sep="\n")
+    print(as_markdown(rows), "", text, *dict.fromkeys(faults), sep="\n")
     if options.write:
+        first = as_markdown([[row[0], *row[2:]] for row in rows if row[1] in ("", options.mode[0])])
         before, mark, rest = DOCUMENT.read_text("utf-8").partition("<!-- compile_kernels -->\n")
         _, end, after = rest.partition("<!-- end -->")
-        write_text(DOCUMENT, f"{before}{mark}\n{text}\n\n{rows}\n\n{end}{after}")
+        write_text(DOCUMENT, f"{before}{mark}\n{text}\n\n{first}\n\n{end}{after}")
     return 1 if faults else 0
 
 
