@@ -1,11 +1,13 @@
 """Labeled texts and instructions, read from files and divided into train, validation and test."""
 
 import csv
+import functools
 import hashlib
 import io
 import json
 import random
 import re
+import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,6 +19,8 @@ from cdt_fast.listing import entries
 from cdt_fast.sequence.settings import LanguageSettings, TextDataSettings
 
 Row = tuple[str, Mapping[str, Any]]  # "reviews.csv, row 3", and its values by column
+# Unicode's form NFC: an é of two characters looks like that of one.
+_composed = functools.partial(unicodedata.normalize, "NFC")
 
 NLI_LABELS = ("entailment", "neutral", "contradiction")
 _NLI_COLUMNS = ("sentence1", "gold_label", "sentence2")
@@ -68,9 +72,9 @@ class TextData:
 
         A class that is not among `names` as it is written is the one that differs from it in case alone.
         """
-        exact = {name: number for number, name in enumerate(names)}
+        exact = {_composed(name): number for number, name in enumerate(names)}
         renumbered = []
-        for name in self.names:
+        for name in map(_composed, self.names):
             alike = [name] if name in exact else [other for other in exact if other.casefold() == name.casefold()]
             if len(alike) != 1:
                 known = ", ".join(map(repr, names))
@@ -227,7 +231,7 @@ def _labeled(source: Path, rows: Iterable[Row], columns: tuple[str, str, str | N
     values: list[str] = []
     num_dropped = 0
     for row in rows:
-        value = _text(row, label, advice)
+        value = _composed(_text(row, label, advice))
         if value == _HIDDEN and columns == _NLI_COLUMNS:
             num_dropped += 1
             continue
@@ -238,11 +242,15 @@ def _labeled(source: Path, rows: Iterable[Row], columns: tuple[str, str, str | N
                 raise InputError(f"{row[0]}: {column if value else label!r} is empty")
     if not values:
         raise InputError(f"{source}: holds no labeled text")
-    numeric = all(re.fullmatch(r"-?[0-9]{1,18}", name) for name in values)  # Python turns no more digits into a number
-    names = sorted(set(values), key=int if numeric else lambda name: (name.casefold(), name))
-    numbers = {name: number for number, name in enumerate(names)}
+    # Names that differ in case are different classes, but tools write true and false in several ways.
+    kinds = [value.casefold() if value.casefold() in ("true", "false") else value for value in values]
+    own = {kind: value for value, kind in sorted(zip(values, kinds, strict=True), reverse=True)}
+    numeric = all(re.fullmatch(r"-?[0-9]{1,18}", name) for name in own)  # Python does not turn any digits into a number
+    order = sorted(own, key=int if numeric else lambda kind: (own[kind].casefold(), own[kind]))
+    numbers = {kind: number for number, kind in enumerate(order)}
+    classes = [numbers[kind] for kind in kinds]
     first, *pair = texts.values()
-    return TextData(first, [numbers[value] for value in values], names, *pair, num_dropped=num_dropped)
+    return TextData(first, classes, [own[kind] for kind in order], *pair, num_dropped=num_dropped)
 
 
 def split_text(data: TextData, validation: float = 0.1, test: float = 0.1, *, seed: int = 0) -> Splits:

@@ -18,8 +18,13 @@ from cdt_fast.sequence.data import Instruction, TextData
 from cdt_fast.training.execution import to_device
 
 IGNORED = -100  # the label of what does not count
-# A word with inner apostrophes, or a sign of its own.
-_WORD = r"\w+(?:['’]\w+)*|(?!\s)\X"
+# Scripts written without blanks between words: each of their characters is a word, with the marks on it.
+_SCRIPTS = "Han Hiragana Katakana Bopomofo Yi Thai Lao Khmer Myanmar Tai_Le New_Tai_Lue"
+_SCRIPTS += " Tai_Tham Tai_Viet Ahom Javanese Balinese Cham"
+_UNSPACED = "".join(rf"\p{{{script}}}" for script in _SCRIPTS.split()) + "ー々〆"
+_SPACED = rf"[\w&&[^{_UNSPACED}]]"
+_WORD = rf"[\w&&[{_UNSPACED}]]\p{{M}}*|{_SPACED}+(?:['’]{_SPACED}+)*|(?!\s)\X"  # \X: a whole emoji
+_INVISIBLE = r"[\p{Cf}&&[^\x{200c}\x{200d}]]"  # but what joins characters
 
 
 @dataclass(frozen=True)
@@ -95,14 +100,15 @@ def encoded_instructions(
 def word_tokenizer(texts: Iterable[str], least: int = 1) -> Any:
     """Return a tokenizer of transformers by lower-case words, with inner apostrophes, and punctuation marks, in NFKC.
 
-    A Chinese character is a word. After padding, unknown words and what is between the texts of a pair come the words
-    that occur `least` times in `texts`, most frequent first.
+    A character of a script without blanks (Chinese, Japanese, Thai and others) is a word. After padding, unknown words
+    and what is between the texts of a pair come the words that occur `least` times in `texts`, most frequent first.
     """
     transformers = _transformers()
     from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
     tokenizer: Any = Tokenizer(models.WordLevel(unk_token="<unk>"))
-    tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.BertNormalizer(strip_accents=False)])
+    steps = normalizers.Replace("\u200b", " "), normalizers.Replace(Regex(_INVISIBLE), ""), normalizers.Lowercase()
+    tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), *steps])
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(_WORD), "removed", invert=True)
     special = {"pad_token": "<pad>", "unk_token": "<unk>", "sep_token": "<sep>"}
     options = {"vocab_size": 2**31, "min_frequency": least, "special_tokens": list(special.values())}

@@ -153,8 +153,9 @@ def test_a_broken_file_gives_one_clear_error(
     [
         (["us", "US", "IT", "us"], ["IT", "US", "us"]),
         (["b", "B", "a", "A"], ["A", "a", "B", "b"]),
+        (["True", "false", "true", "FALSE"], ["FALSE", "True"]),
         (["1", "1.0", "0", "0.0"], ["0", "0.0", "1", "1.0"]),
-        ([" caf\u00e9 ", "caf\u00e9"], ["caf\u00e9"]),
+        ([" caf\u00e9 ", "cafe\u0301"], ["caf\u00e9"]),
     ],
     ids=lambda values: values[0],
 )
@@ -269,14 +270,20 @@ def test_broken_instructions_are_named(tmp_path: Path, entry: dict[str, Any], me
     [
         ("It's GOOD, isn’t it?", "it's good , isn’t it ?"),
         ("这部iPhone很好。", "这 部 iphone 很 好 。"),
+        ("この映画スマホ、ｶﾞｲﾄﾞ", "こ の 映 画 ス マ ホ 、 ガ イ ド"),
+        ("หนังดี", "ห นั ง ดี"),
+        ("ຮູບດີ", "ຮູ ບ ດີ"),
+        ("រឿងនេះ", "រឿ ង នេះ"),
+        ("ကောင်း", "ကော င်း"),
         ("이 영화는 大韓民國", "이 영화는 大 韓 民 國"),
         ("अच्छी फिल्म है", "अच्छी फिल्म है"),
         ("فِيلْمٌ جَيِّدٌ\u200f", "فِيلْمٌ جَيِّدٌ"),
         ("cafe\u0301 CAF\u00c9", "caf\u00e9 caf\u00e9"),
-        ("ｇｏｏｄ so\u00adso", "good soso"),
+        ("ｇｏｏｄ\u200bso\u00adso", "good soso"),
+        ("so 👍🏽👩‍👩‍👧!", "so 👍🏽 👩‍👩‍👧 !"),
     ],
 )
-def test_words(text: str, words: str) -> None:
+def test_words_of_any_script(text: str, words: str) -> None:
     assert word_tokenizer([text]).tokenize(text) == words.split()
 
 
