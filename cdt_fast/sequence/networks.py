@@ -17,6 +17,7 @@ from cdt_fast.sequence.settings import SequenceSettings
 from cdt_fast.sequence.tokenizers import EncodedSamples
 
 EVALUATION_SEED = 20_260_117  # noise of the evaluation: the same for every run, and apart from that of any training
+_MAX_UNKNOWN = 1 / 3
 
 Weights = Tensor | Sequence[float] | None  # of the depths
 
@@ -137,3 +138,17 @@ def check_rows(network: Network, parts: Sequence[EncodedSamples], settings: Sequ
             f"({type(error).__name__}: {error}); if it has fewer positions, give a smaller --max-tokens; if its "
             f"{network.vocabulary} word embeddings are not those of its tokenizer, another folder"
         ) from error
+
+
+def unknown_words(tokenizer: Any, held_out: Sequence[EncodedSamples], remedy: str) -> str | None:
+    """Return a note where the tokenizer knows too few of the words of held-out samples, else None."""
+    unknown = tokenizer.unk_token_id
+    if unknown is None or unknown in (tokenizer.eos_token_id, tokenizer.pad_token_id):
+        return None
+    ids = torch.cat([row[0] for part in held_out for row in part.rows])
+    special = torch.tensor([index for index in tokenizer.all_special_ids if index != unknown])
+    words = ids[~torch.isin(ids, special)]
+    share = (words == unknown).double().mean().item() if len(words) else 0.0
+    if share <= _MAX_UNKNOWN:
+        return None
+    return f"note: {share:.0%} of the words of the validation and test texts are unknown to the vocabulary ({remedy})"

@@ -9,7 +9,7 @@ from cdt_fast.checks import InputError
 from cdt_fast.models import TextUT
 from cdt_fast.sequence.data import Splits, TextData, digest, load_texts
 from cdt_fast.sequence.evaluation import SequenceEvaluation, accuracy_table, measure
-from cdt_fast.sequence.networks import Network, PretrainedNetwork, UnrolledNetwork, check_rows
+from cdt_fast.sequence.networks import Network, PretrainedNetwork, UnrolledNetwork, check_rows, unknown_words
 from cdt_fast.sequence.settings import UNROLLED, TextModelSettings, TextSettings
 from cdt_fast.sequence.task import SequenceWorkload, check, described, reported
 from cdt_fast.sequence.tokenizers import encoded_texts, from_hub, load_model, load_tokenizer, word_tokenizer
@@ -35,11 +35,17 @@ def build(settings: TextSettings, data: Splits, device: torch.device) -> Sequenc
         only = names[data.train.labels[0]]
         raise InputError(f"{settings.data.source}: all the training texts are of one class, {only!r}")
     description = f"{described(settings, data, SAMPLES, 'rows without a class')}; classes: {', '.join(names)}"
-    if model.model == UNROLLED:
-        network, lr = _build_unrolled(model, data.train), 1e-3
+    unrolled = model.model == UNROLLED
+    if unrolled:
+        network: Network = _build_unrolled(model, data.train)
     else:
-        (network, names), lr = _build_encoder(model, names), 5e-5
+        network, names = _build_encoder(model, names)
     samples = [encoded_texts(part.with_names(names), network.tokenizer, settings.data.max_tokens) for part in data[:3]]
+    own_words = unrolled and model.embedding is None
+    remedy = "--least-count 1 takes the rare ones in" if own_words else "take another --model"
+    note = unknown_words(network.tokenizer, samples[1:], remedy)
+    description += "" if note is None else f"\n{note}"
+    lr = 1e-3 if unrolled else 5e-5
     return SequenceWorkload(settings, network, samples, data, description, choices=len(names), lr=lr)
 
 

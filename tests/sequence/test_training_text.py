@@ -180,6 +180,15 @@ def test_a_decoder_finds_the_end_of_a_text_whose_padding_it_has_no_embedding_of(
     torch.testing.assert_close(alone, together)
 
 
+@pytest.mark.parametrize(("least", "told"), [(1, False), (3, True)])
+def test_words_that_are_unknown_are_told(tmp_path: Path, least: int, told: bool) -> None:
+    source = tmp_path / "texts.tsv"
+    rows = [f"word{number // 2} thing{number // 2} film\t{number % 2}" for number in range(80)]
+    source.write_text("text\tlabel\n" + "\n".join(rows))
+    notes = new_trainer(RunFolder(tmp_path / "run"), settings_for(source, least_count=least)).notes()
+    assert ("67% of the words of the validation and test texts are unknown" in notes[0]) == told
+
+
 def test_words_and_embeddings_are_taken_from_a_pretrained_model(tmp_path: Path, encoder: Path) -> None:
     table = write_table(tmp_path / "reviews.tsv")
     config = settings_for(table, embedding=str(encoder), width=12, steps=4, lr=0.0)
