@@ -35,6 +35,7 @@ from triton.runtime.jit import JITFunction
 
 from cdt_fast import ops
 from cdt_fast.files import write_text
+from cdt_fast.kernels.layerwise_cross_entropy import cross_entropy_
 from cdt_fast.models import DUST
 from cdt_fast.ops import common
 from cdt_fast.ops.common import CARDS, KERNEL_DTYPES, GpuSpec
@@ -122,7 +123,8 @@ def call_ops(dtype: torch.dtype, with_flags: bool = True) -> None:
     for batch, tokens, width in shapes + [(64, 160, 64), (64, 160, 128), (64, 1024, 97), (64, 1024, 225)] * every:
         z = tensor(batch, tokens, width)
         flags = {"values": tensor(batch, tokens, width), "lengths": lengths[:batch], "energy": True}
-        for given in ({}, {"energy": True}, flags)[: 3 if every else 1]:
+        alone = ({name: flag} for name, flag in flags.items())
+        for given in [{}, flags, *alone] if every else [{}]:
             differentiate(ops.symmetric_attention, z, **given)
     for width, nonlinearity in itertools.product((256, 64), ("soft_threshold", "relu")[: 1 + every]):
         step = tensor(64_000, 1024), tensor(64_000, width), tensor(width, 1024)
@@ -133,6 +135,11 @@ def call_ops(dtype: torch.dtype, with_flags: bool = True) -> None:
         differentiate(lambda *depths: ops.layerwise_cross_entropy(*depths)[1], *depths)
         for flags in ({}, {"softcap": 30.0, "label_smoothing": 0.1})[: 1 + every]:
             differentiate(ops.layerwise_cross_entropy, *depths, depth_weights=weights[:3], **flags)
+    if every:
+        vectors = torch.empty(3, 3200, device="meta")
+        shard: dict[str, Any] = {"first": 64_128, "classes": 128_256, "log_sums": vectors[0]}
+        for losses, scales in ((vectors[1], None), (None, vectors[2])):
+            cross_entropy_(tensor(3200, 64_128), 64_128, targets, losses, scales, -100, None, 0.0, **shard)
     depths = [tensor(64_000, 256) for _ in range(6)]
     differentiate(ops.layerwise_reconstruction_loss, depths, depths[0].detach(), depth_weights=weights)
     # Under autocast the target stays in float32. 225 pixels: rows that are not aligned.
@@ -146,7 +153,7 @@ def call_ops(dtype: torch.dtype, with_flags: bool = True) -> None:
             differentiate(ops.unrolled_layer, codes, signal, dictionary, **given, **more)
         differentiate(DUST(width, 1024, 3).to("meta", dtype).layer_losses, signal, target, weights[:4])
     scalars = {name: tensor() for name in ("scale", "self_bias", "sharpness")}
-    for atoms, part in itertools.product((512, 256)[: 1 + every] if short else (), (slice(2), slice(1))):
+    for atoms, part in itertools.product((512, 256)[: 1 + every] if short else (), (slice(2), slice(1), slice(1, 2))):
         for dictionary in (tensor(256, atoms), tensor(256, atoms).detach())[: 1 + every]:
             layer = tensor(3200, 5, 256), tensor(3200, 5, 256), dictionary, tensor(atoms)
             differentiate(lambda *layer, part=part: ops.denoising_layer(*layer, **scalars)[part], *layer)
