@@ -29,7 +29,7 @@ class Refused(Exception):
 
 def measure(case: Case, device: torch.device, rounds: int | None = None) -> dict[str, Any]:
     """Times, ratios and peak memory of every implementation of a case, as the results file has them: a status and a
-    reason for one that could not run or was wrong. Each is timed `rounds` times, or as often as fits into `SECONDS`."""
+    reason for one that could not run or was wrong."""
     formula = functools.cache(case.expected)
     found: dict[str, dict[str, Any]] = {}
     steps: dict[str, Step] = {}

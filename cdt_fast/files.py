@@ -18,14 +18,11 @@ from cdt_fast.checks import InputError
 
 @contextmanager
 def replaced_atomically(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a temporary path beside `path`; move it there once the block has ended without an error.
+    """Yield a temporary path beside `path`, of the same suffix; move it there once the block ends without an error.
 
-    The temporary file keeps the suffix of `path` (writers of video and pictures choose the format by it). The data
-    is on the disk before the move, so that a power cut leaves the old file or the new one. After an error, or a full
-    disk, nothing is left behind and an existing `path` is as it was. Folders above `path` are made.
-
-    Raises:
-        OSError: the file cannot be written; it names `path`, not the temporary file.
+    The data is on the disk before the move, so that a power cut leaves the old file or the new one. After an error, or
+    a full disk, nothing is left behind and an existing `path` is as it was. Folders above `path` are made. OSError: the
+    file cannot be written; it names `path`, not the temporary file.
     """
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -47,14 +44,11 @@ def replaced_atomically(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def try_lock(file: IO[Any]) -> bool:
-    """Lock an open file until it is closed, or this process ends; False if another process has locked it.
-
-    A file system without locks does without them.
-    """
+    """Lock an open file until it is closed, or this process ends; False if another process has locked it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        return error.errno not in (errno.EACCES, errno.EAGAIN)
+        return error.errno not in (errno.EACCES, errno.EAGAIN)  # else it is a file system without locks
     return True
 
 
@@ -70,10 +64,7 @@ def write_json(path: str | os.PathLike[str], value: Any) -> None:
 
 
 def read_json(path: str | os.PathLike[str], kind: Any = Any) -> Any:
-    """Read a JSON file that holds a `kind`, see `parsed_json`.
-
-    InputError: the file is missing, cannot be read, is not whole, or does not hold a `kind`.
-    """
+    """Read a JSON file that holds a `kind`, as `parsed_json`; InputError: it cannot be read, or does not hold one."""
     return parsed_json(_content(path, "JSON"), str(path), kind)
 
 
@@ -89,9 +80,8 @@ def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
 def parsed_json(text: str | bytes, where: str, kind: Any = Any) -> Any:
     """Parse a JSON text from outside; `where` is what a message calls it: a file, or a line of one.
 
-    `kind` is a type that pydantic checks and converts to, such as `list[str]`, a dataclass or a model. What would fail
-    later is refused by its parser too: deep nesting, numbers of thousands of digits, halves of surrogate pairs. The
-    InputError is one line that says where, and what was expected.
+    `kind` is a type that pydantic checks and converts to, such as `list[str]`, a dataclass or a model. Its parser also
+    refuses what would fail later: deep nesting, numbers of thousands of digits, halves of surrogate pairs.
     """
     try:
         return TypeAdapter(kind).validate_json(text)

@@ -29,10 +29,8 @@ def sizes_of(dictionary: Any) -> dict[str, int]:
 
 
 def programs_of(sequences: int, tokens: int, processors: int, blocks: Mapping[str, Any]) -> int:
-    """Return in how many programs every block gets as many whole sequences as any other, or one fewer.
-
-    The last wave of them is full: a multiprocessor holds one block of eight warps, by its registers.
-    """
+    """Return in how many programs every block gets as many whole sequences as any other, or one fewer, and the last
+    wave is full: a multiprocessor holds one block of eight warps, by its registers."""
     if not tokens:
         return 0
     wave = processors * max(1, 8 // blocks["num_warps"])

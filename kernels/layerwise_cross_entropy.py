@@ -186,18 +186,13 @@ def cross_entropy_(
     log_sums: Tensor | None = None,
     columns: int | None = None,
 ) -> None:
-    """Write the losses if `losses` is given, and the gradient over the logits if `scales` are.
+    """Write the losses if `losses` is given, and the gradient over the logits if `scales` are, as the kernel says.
 
     Args:
         logits: `[rows, padded]`, of any row stride and with adjacent columns; rows of a multiple of 16 columns are read
             and written 128 bits at a time.
         vocabulary: the columns that count. In the others may stand anything, and does afterwards.
-        targets: `[rows]` int64, contiguous.
-        losses: `[rows]` float32.
-        scales: `[rows]` float32, what the gradients are multiplied by.
         first: the class of the first column, and `classes` their number, if these are the logits of a shard.
-        log_sums: `[rows]` float32. Without scales the λ of the shard is written there, and what the loss is less than λ
-            to the losses; with scales the λ of all shards is read.
         columns: of a block, a power of two; default: a whole row if it can be held.
     """
     (rows, padded), size = logits.shape, logits.element_size()

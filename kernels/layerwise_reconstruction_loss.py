@@ -119,10 +119,8 @@ def backward(
     needs: Sequence[bool],
     blocks: Mapping[str, Any],
 ) -> list[Tensor | None]:
-    """Return the gradients of the depths and last of the target, those that are needed.
-
-    The factors are `[depths]` float32, `2 dℓ_l / tokens`; a depth whose factor is 0 gets a gradient of zeros.
-    """
+    """Return the gradients of the depths and last of the target, those that are needed. The factors are `[depths]`
+    float32, `2 dℓ_l / tokens`; a depth whose factor is 0 gets a gradient of zeros."""
     tensors = [*reconstructions, target]
     gradients = [
         torch.empty_like(tensor, memory_format=torch.contiguous_format) if needed else tensor

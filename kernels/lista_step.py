@@ -139,6 +139,7 @@ def _load_update(
     return update
 
 
+# The launchers take contiguous tensors of one dtype.
 def forward(
     codes: Tensor,
     signal: Tensor,
@@ -149,10 +150,7 @@ def forward(
     keep_residual: bool,
     blocks: Mapping[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the next codes `[rows, m]` and, if it is kept, X − H Dᵀ `[rows, n]`; n is at most 256.
-
-    All tensors are contiguous and of one dtype.
-    """
+    """Return the next codes `[rows, m]` and, if it is kept, X − H Dᵀ `[rows, n]`; n is at most 256."""
     rows = len(codes)
     next_codes, residual = torch.empty_like(codes), torch.empty_like(signal) if keep_residual else None
     if rows:
@@ -175,10 +173,7 @@ def backward(
     needs_update: bool,
     blocks: Mapping[str, Any],
 ) -> tuple[Tensor | None, Tensor, Tensor | None]:
-    """Return dH `[rows, m]`, dX `[rows, n]` and dU `[rows, m]`; dH and dU are None if they are not needed.
-
-    All tensors are contiguous and of one dtype.
-    """
+    """Return dH `[rows, m]`, dX `[rows, n]` and dU `[rows, m]`; dH and dU are None if they are not needed."""
     rows = len(output)
     grad_codes = torch.empty_like(output) if needs_codes else None
     grad_residual = output.new_empty((rows, len(dictionary)))

@@ -94,10 +94,8 @@ def forward(
     nonlinearity: str,
     blocks: Mapping[str, Any],
 ) -> Tensor:
-    """Return `φ(residual + α x W)`, `[rows, m]`, contiguous, in the dtype of x; the operands may have any strides.
-
-    The residual is `[rows, m]` or `[m]`.
-    """
+    """Return `φ(residual + α x W)`, `[rows, m]`, contiguous, in the dtype of x. The operands may have any strides; the
+    residual is `[rows, m]` or `[m]`."""
     (rows, depth), columns = x.shape, weight.shape[1]
     residual = residual.expand(rows, columns)
     output = torch.empty((rows, columns), dtype=x.dtype, device=x.device)

@@ -426,11 +426,8 @@ def backward(
     needs_values: bool,
     blocks: Mapping[str, Any],
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of z and of the values, those that are needed.
-
-    Packed, nothing that the forward has found is read. Streaming without a remainder, the error of the output's
-    rounding reaches the gradient of z.
-    """
+    """Return the gradients of z and of the values, those that are needed. Packed, nothing that the forward has found is
+    read. Streaming without a remainder, the error of the output's rounding reaches the gradient of z."""
     sequences, tokens, width = z.shape
     value_width = grad_output.shape[-1]
     grad_z = torch.empty_like(z) if needs_z else None

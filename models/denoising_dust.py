@@ -74,14 +74,8 @@ class DenoisingDUST(PretrainedModel):
         self.exponents = nn.Parameter(initial.new_full((layers,), _EXPONENT))
 
     def refinement(self, noisy: Tensor) -> Callable[[int, Tensor], tuple[Tensor, Tensor]]:
-        """Return a function that runs one layer from an estimate.
-
-        It takes the layer l, from 1 to L, and the estimate E `[B, T, n]` (`noisy` itself before the first layer), and
-        returns the next estimate `[B, T, n]` and the weight of each token in a mean over overlapping patches `[B, T]`.
-
-        Args:
-            noisy: X, `[B, T, n]`, in units of the noise's deviation, as all estimates.
-        """
+        """Return a function that runs one layer, from 1 to L, on an estimate E `[B, T, n]` (at first `noisy`, X), in
+        units of the noise's deviation, and returns the next one and a weight `[B, T]` of each token in a mean."""
         common.check_tensor("noisy", noisy, 3, "[B, T, n]")
         common.check_shape("noisy", noisy, (*noisy.shape[:2], self.patch_size), "tokens by the model's patch_size")
         mean, dtype = noisy.mean((1, 2), keepdim=True), common.compute_dtype(noisy)

@@ -36,8 +36,7 @@ class PretrainedModel(nn.Module):
     def save_pretrained(self, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         """Write the model to `folder`, each file atomically.
 
-        Raises:
-            InputError: the folder is the `model` of a run of `cdt-fast train`, and `overwrite` is false.
+        InputError: the folder is the `model` of a run of `cdt-fast train`, and `overwrite` is false.
         """
         folder = Path(folder)
         where = folder.resolve()
@@ -50,11 +49,7 @@ class PretrainedModel(nn.Module):
 
     @classmethod
     def from_pretrained(cls, folder: str | os.PathLike[str]) -> Self:
-        """Load a model of this class, on the CPU.
-
-        Raises:
-            InputError: as `load_pretrained`, or the model is of another class.
-        """
+        """Load a model of this class, on the CPU; InputError: as `load_pretrained`, or it is of another class."""
         model = load_pretrained(folder)
         if not isinstance(model, cls):
             raise InputError(f"{folder}: holds a {type(model).__name__}, expected a {cls.__name__}")
@@ -64,9 +59,8 @@ class PretrainedModel(nn.Module):
 def load_pretrained(folder: str | os.PathLike[str]) -> PretrainedModel:
     """Load whichever model of this package a folder holds, on the CPU, in the dtype it was saved in.
 
-    Raises:
-        InputError: the folder does not exist, holds no model or is the folder of a run; a file is missing or
-            cut short; the weights belong to another configuration, are not floating-point, or not finite.
+    InputError: the folder does not exist, holds no model or is the folder of a run; a file is missing or cut short; the
+    weights belong to another configuration, are not floating-point, or not finite.
     """
     folder = Path(folder)
     if (folder / "config.toml").exists() and (folder / "model").is_dir():

@@ -13,9 +13,8 @@ from cdt_fast.checks import InputError
 def load_complete(kind: Any, name: Any, *, new_head: bool = False, **options: Any) -> Any:
     """Return `kind.from_pretrained(name, **options)` with every weight from the files, finite; no code of theirs runs.
 
-    transformers itself fills weights that are missing, or of another shape, with random numbers and logs a warning;
-    here that is an InputError. With `new_head` what lies outside of the base model may be missing, and so may its
-    pooler: they are trained anew. Weights in pickle files are not read.
+    A weight that is missing, or of another shape, is an InputError (transformers itself takes random numbers), but with
+    `new_head` outside of the base model and in its pooler: these are trained anew. Pickle files are not read.
     """
     options = {"use_safetensors": True, "trust_remote_code": False, **options}
     model, loading = kind.from_pretrained(name, output_loading_info=True, **options)

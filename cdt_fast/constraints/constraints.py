@@ -132,10 +132,7 @@ class DescentConstraints(nn.Module):
 
         "video", "text" and "lm" are the defaults of `cdt-fast train` in these tasks; "paper-dust" and the others are
         the constraints of a row of the paper, whose warm-up is one epoch; "safe" is for a new problem: no depth is ever
-        pushed up, no dual momentum, decay.
-
-        Raises:
-            InputError: there is no such preset or option, or the value of an option is not valid.
+        pushed up, no dual momentum, decay. InputError: there is no such preset or option, or a value is not valid.
         """
         return cls(layers, **options_of(name, **overrides))
 
@@ -189,21 +186,18 @@ class DescentConstraints(nn.Module):
         return weights if self.bound_multipliers is None else weights + self.bound_multipliers
 
     def objective_weights(self) -> tuple[float, ...] | None:
-        """Return the weights in a warm-up, those of the objective, as numbers; None for "log": they follow the losses.
-
-        With numbers the losses can skip the backward of a depth of weight zero.
-        """
+        """Return the weights in a warm-up as numbers, with which depths of weight zero cost no backward; None for
+        "log", whose weights follow the losses."""
         return None if self.objective.average is not None else self.objective.numbers
 
     @torch.no_grad()
     def record(self, losses: Tensor, count: float | Tensor) -> None:
-        """Add the losses of one micro-batch to what the next `step` sees.
+        """Add the losses of one micro-batch to what `step` sees: the mean over the items of all of them and all ranks.
 
         Args:
             losses: the mean loss over the items of the micro-batch at each depth, (L+1,).
             count: the number of those items (tokens, patches, windows), a number >= 0 or a tensor of one element. A
-                dual update sees the mean over the items of all micro-batches and ranks. A rank without items for this
-                step records a count of zero; its losses are ignored.
+                rank without items for this step records a count of zero; its losses are ignored.
 
         Raises:
             InputError: a shape, the count or a device is wrong.
@@ -231,10 +225,7 @@ class DescentConstraints(nn.Module):
 
         With update=False, in a warm-up, only an automatic reference and the averages move. Where torch.distributed is
         initialized, every rank must call this: sums and counts, L+2 numbers, are all-reduced on the default group, and
-        g is formed once from the result, so that it is exact.
-
-        Raises:
-            InputError: nothing was recorded since the last step.
+        g is formed once from the result, so that it is exact. InputError: nothing was recorded since the last step.
         """
         if not self._recorded:
             raise InputError("nothing was recorded since the last step(); expected record(losses, count) before it")
@@ -262,11 +253,7 @@ class DescentConstraints(nn.Module):
 
     @torch.no_grad()
     def report(self, losses: Tensor | Sequence[float]) -> FeasibilityReport:
-        """Judge mean losses of all depths (L+1,), usually held-out ones. This waits for the device.
-
-        Raises:
-            InputError: the number of losses is wrong.
-        """
+        """Judge mean losses (L+1,), usually held-out ones; this waits for the device. InputError: not one a depth."""
         losses = self._as_losses(losses)
         chained = self.descent.uses_reference.logical_not().tolist()
         existing = int(self.descent.exists.sum()) + (0 if self.bounds is None else int(self.bounds.exists.sum()))

@@ -38,10 +38,8 @@ class DualVariables(nn.Module):
         self.skipped_updates = nn.Buffer(torch.zeros((), dtype=torch.int64))
 
     def update(self, violation: Tensor, active: Tensor, finite: Tensor) -> None:
-        """Move λ and u of active constraints once, both from the values before, by a violation (all `[size]`).
-
-        Unless the losses and every active proposal are finite nothing moves, and `skipped_updates` grows by one.
-        """
+        """Move λ and u of active constraints once, both from the values before, by a violation (all `[size]`). Unless
+        the losses and every active proposal are finite nothing moves, and `skipped_updates` grows by one."""
         multipliers, slacks, *moments = self.state
         cost = self.slack_cost
         gradient = violation - slacks if self.resilience == "slack" else violation

@@ -24,10 +24,7 @@ _TIMED_STEPS = 3
 
 def forecast(experiment: Experiment, planned: Sequence[PlannedRun]) -> tuple[float, Any]:
     """Return how many minutes the runs will take, from a few steps and a validation of each kind of network, and the
-    data, which are those of all of them.
-
-    InputError: the data are not those of the experiment, or a run cannot be trained on them.
-    """
+    data of all; InputError: they are not those of the experiment, or a run cannot be trained on them."""
     settings = planned[0].settings
     data = task_of(settings).load(settings)
     for name, size in experiment.sizes.items():

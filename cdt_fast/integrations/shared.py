@@ -16,8 +16,7 @@ from cdt_fast.models.layer_losses.outputs import IGNORED
 def constraints_for(given: DescentConstraints | Mapping[str, Any], layer_losses: LayerLosses) -> DescentConstraints:
     """Return `given`, or constraints with these options, which may name a `preset`.
 
-    Raises:
-        InputError: it is neither, names an unknown option, or does not have one loss a depth that is read.
+    InputError: it is neither, names an unknown option, or does not have one loss a depth that is read.
     """
     if isinstance(given, Mapping):
         given = DescentConstraints(layer_losses.num_constraints, **options_of(**given))
@@ -34,11 +33,7 @@ def constraints_for(given: DescentConstraints | Mapping[str, Any], layer_losses:
 
 
 def items_in(layer_losses: LayerLosses, batch: Mapping[str, Any]) -> Tensor:
-    """Return how many labels of a batch count, `[]`: the tokens or rows that the model's loss is a mean over.
-
-    Raises:
-        InputError: the batch has no labels.
-    """
+    """Return how many labels of a batch count, `[]`: those of the model's loss; InputError: the batch has none."""
     shifted = batch.get("shift_labels")
     labels = batch.get("labels") if shifted is None else shifted
     if not isinstance(labels, Tensor):
@@ -79,11 +74,8 @@ class LossSums:
         self._sums[-1].add_(count)
 
     def take(self, prefix: str = "", *, multipliers: bool = False) -> tuple[dict[str, float], int]:
-        """Return the entries to log, named by the depth, and the number of items, and start anew.
-
-        The entries are mean losses over all ranks, violations, maybe multipliers, and whether the constraints hold.
-        Every rank must call this; it waits for the GPU.
-        """
+        """Return the entries to log, named by the depth, and the number of items, and start anew: mean losses over all
+        ranks, violations, maybe multipliers, and feasibility. Every rank must call this; it waits for the GPU."""
         sums = sum_over_ranks(self._sums.clone())
         self._sums.zero_()
         losses = sums[:-1] / sums[-1]

@@ -152,11 +152,7 @@ def is_hopper(device: torch.device) -> bool:
 
 
 def blocks_for(table: BlockTable, tensor: Tensor, size: int = 0, multiplies: bool = True) -> dict[str, Any]:
-    """Return the block shape and launch options of a kernel for tensors like `tensor`, on the GPU that it is on.
-
-    Raises:
-        ValueError: no block holds `size`.
-    """
+    """Return the block shape and launch options of a kernel for tensors like `tensor`, on the GPU that it is on."""
     blackwell = 100 <= card_of(tensor).capability < 120
     family = "b200" if blackwell and "b200" in table else card_of(tensor).family
     row: Any = table[family if tensor.element_size() == 2 else "float32"]
@@ -209,14 +205,8 @@ _REMEDIES = {
 class use_backend:
     """Choose the implementation of every op: `ops.use_backend("torch")`, or `with ops.use_backend("torch"): …`.
 
-    The call sets it for the whole process; leaving a `with` block restores what was set before.
-
-    Args:
-        backend: "auto" (a Triton kernel where one fits and is the faster one, else torch), "torch", or "triton" (an
-            error where no kernel can run).
-
-    Raises:
-        InputError: an unknown name, or "triton" where no kernel can run; the message says why.
+    The call sets it for the whole process; leaving a `with` block restores what was set before. "auto" takes a Triton
+    kernel where one fits and is the faster one, else torch. InputError: another name, or "triton" where none can run.
     """
 
     def __init__(self, backend: Setting) -> None:
@@ -236,11 +226,8 @@ class use_backend:
 
 
 def choose_backend(op: str, *tensors: Tensor, multiplies: bool = False) -> Backend:
-    """Decide whether `op` runs its Triton kernels on these tensors, or plain torch.
-
-    With `multiplies`, the kernels multiply matrices: cuBLAS is faster without tensor cores, so only "triton" chooses
-    them there.
-    """
+    """Decide whether `op` runs its Triton kernels on these tensors, or plain torch; without tensor cores kernels that
+    multiply matrices (`multiplies`) only under "triton": cuBLAS is faster there."""
     if _setting == "torch":
         return "torch"
     for tensor in tensors:
@@ -255,11 +242,9 @@ def choose_backend(op: str, *tensors: Tensor, multiplies: bool = False) -> Backe
 
 @contextlib.contextmanager
 def or_plain_torch(op: str, tensor: Tensor) -> Iterator[Any]:
-    """Yield the module of the kernels of `op`: if one fails, go on behind the block, where plain torch stands.
-
-    Plain torch replaces them from now on, with one warning, for the dtype and device of `tensor`. Until they have
-    worked there once, any error counts; then only the compiler's. All else is raised, and every error under "triton".
-    """
+    """Yield the module of the kernels of `op`: if one fails, go on behind the block, where plain torch stands, and
+    replaces them from now on, with one warning, for the dtype and device of `tensor`. Until they have worked there
+    once, any error counts; then only the compiler's. All else is raised, and every error under "triton"."""
     key = op, tensor.dtype, tensor.device
     try:
         yield importlib.import_module(f"cdt_fast.kernels.{op}")
@@ -310,10 +295,8 @@ def explain() -> str:
 
 
 def is_plain_eager(*tensors: Tensor | None) -> bool:
-    """Return whether only autograd observes the call: no compiler, no dispatch mode, no subclass of Tensor.
-
-    An op then skips torch's dispatcher, which takes several times as long as the rest of a call.
-    """
+    """Return whether only autograd observes the call: no compiler, no dispatch mode, no subclass of Tensor. An op then
+    skips torch's dispatcher, which takes several times as long as the rest of a call."""
     return (
         not torch.compiler.is_compiling()
         and not torch._C._len_torch_dispatch_stack()
@@ -346,10 +329,8 @@ def _is_transformed(tensor: Tensor) -> bool:
 
 
 def define(name: str, function: Callable[..., Any], fake: Callable[..., Any], schema: str | None = None) -> Any:
-    """Define the operator `torch.ops.cdt_fast.<name>` with the shapes that `fake` makes of tensors without values.
-
-    Without a schema it is that of the annotations of `function`, which are strings; types may be written as there.
-    """
+    """Define the operator `torch.ops.cdt_fast.<name>` with the shapes that `fake` makes of tensors without values. The
+    schema is by default that of the annotations of `function`, which are strings; types may be written as there."""
     if schema is None:
         signature = inspect.signature(function)
         arguments = ", ".join(f"{parameter.annotation} {name}" for name, parameter in signature.parameters.items())
@@ -370,11 +351,9 @@ _SCHEMA_TYPES = (
 def differentiable(
     name: str, forward: Any, fake: Any, setup_context: Any, backward: Any, schema: str | None = None
 ) -> Callable[..., Any]:
-    """Make an op that can be differentiated once, a function of the arguments of `forward`.
-
-    In plain eager mode it is an autograd function, else the operator `name` as in `define`. `backward` is called with
-    at least one gradient, and returns those of the first inputs.
-    """
+    """Make an op that can be differentiated once, a function of the arguments of `forward`: in plain eager mode an
+    autograd function, else the operator `name` as in `define`. `backward` is called with at least one gradient, and
+    returns those of the first inputs."""
 
     def prepare(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.set_materialize_grads(False)
@@ -429,7 +408,6 @@ def differentiable(
 
 def gradients_of(op: str, like: Callable[..., Sequence[Tensor | None]]) -> Callable[..., Callable[..., Any]]:
     """Decorate what returns the gradients of an op, one for each input; `needs`, its last argument, says which count.
-
     Except in plain eager mode it is the operator `<op>_backward`, whose results have the shapes and dtypes of `like`.
     """
 
@@ -530,10 +508,8 @@ def describe(value: Any) -> str:
 def check_tensor(
     name: str, value: Any, rank: int, layout: str, shape: Sequence[int | None] | None = None, meaning: str = ""
 ) -> None:
-    """Require a dense floating-point tensor of at least `rank` dimensions; `layout` is its shape, in words.
-
-    With `shape`, check that too, as `check_shape` does.
-    """
+    """Require a dense floating-point tensor of at least `rank` dimensions, and with `shape` what `check_shape` does;
+    `layout` is its shape, in words."""
     dense = isinstance(value, Tensor) and value.layout == torch.strided
     if hasattr(value, "device_mesh"):  # without an import of the classes of torch.distributed
         raise InputError(f"{name} is a DTensor: give its full_tensor(), or its to_local() where a rank's part is meant")
@@ -564,10 +540,8 @@ def check_together(**tensors: Tensor | None) -> None:
 
 
 def check_factor(name: str, value: Any, *, non_negative: bool = False, dtype: torch.dtype = torch.float64) -> float:
-    """Require a finite real number: a Python or NumPy number, or a tensor of one element on the CPU.
-
-    If `dtype` is narrower than float64, the op multiplies by a float32: float32 must hold the number.
-    """
+    """Require a finite real number: a Python or NumPy number, or a tensor of one element on the CPU. If `dtype` is
+    narrower than float64, the op multiplies by a float32, which must hold the number."""
     if isinstance(value, Tensor):
         # A tensor on the device would have to be waited for, and its gradient would be lost silently.
         if value.numel() != 1 or value.device.type != "cpu" or value.requires_grad:
@@ -646,10 +620,7 @@ def zero_weight_mask(factors: Tensor) -> list[bool]:
 
 
 def detach_zero_weighted(tensors: Sequence[Tensor], weights: Tensor | None) -> list[Tensor]:
-    """Detach the depths whose weight is known to be zero, so that they get no gradient at all.
-
-    Under torch.compile the weights have no values yet; there such a depth gets a gradient of zeros.
-    """
+    """Detach the depths whose weight is known to be zero (not under torch.compile), so that they get no gradient."""
     if weights is None or torch.compiler.is_compiling():
         return list(tensors)
     zeros = zero_weight_mask(weights)
@@ -727,10 +698,8 @@ def shrink_(x: Tensor, threshold: float, nonlinearity: Nonlinearity) -> Tensor:
 def shrink_backward(
     grad_output: Tensor, output: Tensor, nonlinearity: Nonlinearity, out: Tensor | None = None
 ) -> Tensor:
-    """Return the gradient through `shrink_`, from the output alone: it passes where output ≠ 0.
-
-    The result is in new contiguous memory, or in `out`, which may be `grad_output` itself.
-    """
+    """Return the gradient through `shrink_`, which passes where output ≠ 0, in new contiguous memory or in `out`, maybe
+    `grad_output` itself."""
     grad_input = torch.empty_like(output) if out is None else out
     if nonlinearity == "identity":
         return grad_input.copy_(grad_output)
@@ -755,30 +724,24 @@ def cpu_has_bf16_products() -> bool:
 
 
 def wide_product(left: Tensor, right: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-    """Return `left right`, `[B, n, m]` from `[B, n, k]` and `[B, k, m]`, in `dtype`, which is at least theirs.
-
-    It is not rounded to their dtype in between. On a GPU tensor cores multiply narrow factors as they are.
-    """
+    """Return `left right`, `[B, n, m]` from `[B, n, k]` and `[B, k, m]`, in `dtype`, which is at least theirs, without
+    rounding to theirs in between. On a GPU tensor cores multiply narrow factors as they are."""
     if left.dtype == dtype or left.device.type == "cpu":
         return torch.bmm(left.to(dtype), right.to(dtype), out=out)
     return torch.bmm(left, right, out_dtype=dtype) if out is None else torch.bmm(left, right, out_dtype=dtype, out=out)
 
 
 def product_over_rows(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `leftᵀ right`, `[n, m]` from `[rows, n]` and `[rows, m]`, in `dtype`: the gradient of a weight.
-
-    It is summed in at least float32 and, where cuBLAS can, written in float32 without rounding to 16 bits in between.
-    """
+    """Return `leftᵀ right`, `[n, m]` from `[rows, n]` and `[rows, m]`, in `dtype`: the gradient of a weight, summed in
+    at least float32 and, where cuBLAS can, written in float32 without rounding to 16 bits in between."""
     if left.device.type != "cpu" and left.element_size() == 2 and dtype == torch.float32:
         return torch.mm(left.mT, right, out_dtype=dtype)
     return torch.mm(left.mT, right).to(dtype)
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor, overwrite: bool = False) -> None:
-    """Do `total += leftᵀ right`, `[n, m]` from `[rows, n]` and `[rows, m]`; a total of at least their dtype.
-
-    With `overwrite` whatever stands in the total, NaN too, does not count.
-    """
+    """Do `total += leftᵀ right`, `[n, m]` from `[rows, n]` and `[rows, m]`; a total of at least their dtype. With
+    `overwrite` whatever stands in the total, NaN too, does not count."""
     wider: dict[str, Any] = {} if total.dtype == right.dtype else {"out_dtype": total.dtype}
     if not wider or _adds_in_float32(right.device, right.dtype):
         torch.addmm(total, left.mT, right, beta=0 if overwrite else 1, out=total, **wider)

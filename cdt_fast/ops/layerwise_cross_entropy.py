@@ -334,11 +334,9 @@ class _Chunk:
 def _select_rows(
     depths: int, weight: Tensor, targets: Sequence[Tensor], class_weights: Tensor | None, options: _Options
 ) -> tuple[Tensor | int, list[_Rows]]:
-    """Return what the sums of the depths are divided by for their means, and the tokens that take part at each depth.
-
-    Ignored targets on the CPU are left out, and the count is a number. On a GPU the host would have to wait for it:
-    there those beyond `max_tokens` are left out, and the others are not read but cost their share of the products.
-    """
+    """Return what the sums of the depths are divided by for means, and the tokens that take part at each depth."""
+    # Ignored targets on the CPU are left out, and the count is a number. On a GPU the host would have to wait for it:
+    # those beyond `max_tokens` are left out, and the others are not read but cost their share of the products.
     device, own, ignored = weight.device, len(targets) > 1, options.ignore_index
     flat = [each.reshape(-1).contiguous() for each in targets]  # may be a column of a table
     counts = [_count(each, f"targets[{n}]" if own else "targets", options) for n, each in enumerate(flat)]
@@ -412,10 +410,8 @@ def _times_factors(per_depth: Tensor, rows: Sequence[_Rows]) -> Tensor:
 
 
 def _chunks(rows: Sequence[_Rows], weight: Tensor, options: _Options, kinds: Sequence[bool]) -> Iterator[_Chunk]:
-    """Yield the chunks of all rows. The depths of one chunk are of the same kind.
-
-    A depth with more rows than a chunk is cut into equal parts, so that no product is left with a few rows.
-    """
+    """Yield the chunks of all rows, each of depths of one kind. A depth with more rows than a chunk is cut into equal
+    parts, so that no product is left with a few rows."""
     vocabulary, width, size = options.rows, weight.shape[1], options.dtype.itemsize
     fitting = common.budget(CHUNK_BYTES, weight) // (vocabulary * size)
     # Each chunk reads and writes all of dW: on a GPU its logits have at least as many bytes. On a CPU that takes half
@@ -607,8 +603,8 @@ def _sweep(
 class _Gradients:
     """The gradients that are needed, to which chunks are added; zero at the depths that are not `on`.
 
-    `G W` of the hidden states of each depth; `Gᵀ x` and `Σ G` of the head, in at least float32: in bfloat16 a long sum
-    stops growing. `Σ G` is summed over the chunks, of which there may be many, in float64.
+    `G W` of the hidden states of each depth; `Gᵀ x` of the head, in at least float32: in bfloat16 a long sum stops
+    growing; and `Σ G` over the chunks, of which there may be many, in float64.
     """
 
     def __init__(
@@ -673,10 +669,8 @@ def _forward(
     depth_weights: Tensor | None,  # [depths]
     *flat: Any,  # options
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """Return the total `[]`, the losses `[depths]`, a factor `[]`, and what the backward starts from.
-
-    If it is fused, that is the gradients that are needed, of sums over the tokens; else, if they are kept, those of the
-    logits `[rows, V]`, of unweighted sums.
+    """Return the total `[]`, the losses `[depths]`, a factor `[]`, and what the backward starts from: if it is fused,
+    the gradients that are needed, of sums over the tokens; else, if they are kept, those of the logits `[rows, V]`.
 
     The factor, one over the number of tokens or one, waits for the backward so that a loss scale meets it: in float16
     the quotients alone would underflow.

@@ -156,9 +156,7 @@ def _gradients_in_torch(
     needs: Sequence[bool],
 ) -> list[Tensor | None]:
     """Return `f_l (x̂_l − s)` of the depths that are needed and, if it is, the gradient of the target: minus their sum.
-
-    A factor f_l is None if it is known to be zero.
-    """
+    A factor f_l is None if it is known to be zero."""
     *needs, needs_target = needs
     # The sum over the depths in one place, rounded once to the dtype of the target.
     wide = _widest([*reconstructions, target])

@@ -106,11 +106,8 @@ def _forward(
     keeps: bool,  # what the gradient can use
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the output, the log-sum-exp of the rows, and what else a backward can use.
-
-    The log-sum-exp `[B, T]` is the kernels', and else empty. With them the last is what rounding took from the output,
-    if it is kept; in plain torch it is the attention, if it is kept; else it is empty.
-    """
+    """Return the output, the log-sum-exp of the rows `[B, T]` (of the kernels; else empty), and what else a backward
+    uses, if it is kept: with kernels what rounding took from the output, in plain torch the attention."""
     if backend == "triton":
         with common.or_plain_torch("symmetric_attention", z) as kernels:
             blocks = _blocks(kernels.BLOCKS, kernels.SHORT, z, values, energy)
@@ -245,10 +242,8 @@ def _panel(tensor: Tensor, batch: slice, rows: slice) -> Tensor:
 
 
 def _memory_to_keep(z: Tensor, values: Tensor | None, keeps: bool) -> Tensor:
-    """Allocate the attention `[B, T, T]`, if a backward on a CPU may use it; else an empty tensor.
-
-    The attention is kept if it fits `KEPT_BYTES` or is no larger than input and output.
-    """
+    """Allocate the attention `[B, T, T]`, if a backward on a CPU may use it, and it fits `KEPT_BYTES` or is no larger
+    than input and output; else an empty tensor."""
     shape, dtype = (*z.shape[:-1], z.shape[1]), torch.promote_types(z.dtype, torch.float32)
     of_tokens = z.shape[0] * z.shape[1] * (z.shape[-1] + (z if values is None else values).shape[-1]) * z.element_size()
     fits = math.prod(shape) * dtype.itemsize <= max(KEPT_BYTES, of_tokens)
@@ -321,11 +316,8 @@ def attention_matrix(
     energy: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return `softmax_rows(scale · z zᵀ)`, `[B, rows, T]`, in `out` if given; zero in the rows and columns of padding.
-
-    `z` is `[B, T, d]`, finite at the padding, `[B, T]`; scores and softmax are in at least float32. With `energy` the
-    scores are `scale · (z_iᵀ z_j − ½‖z_j‖²)`.
-    """
+    """Return `softmax_rows(scale · z zᵀ)`, `[B, rows, T]`, in at least float32, of `z` `[B, T, d]`, finite at the
+    padding `[B, T]`, whose rows and columns are zero. With `energy` the scores are `scale · (z_iᵀ z_j − ½‖z_j‖²)`."""
     if out is None:
         wide = torch.promote_types(z.dtype, torch.float32)
         out = z.new_empty((z.shape[0], z[:, rows].shape[1], z.shape[1]), dtype=wide)
@@ -346,22 +338,18 @@ def attention_matrix(
 
 
 def grad_of_attention(given: Tensor, values: Tensor, output: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `dO Vᵀ`, `[B, rows, T]`, less any number a row, to which `softmax_backward_` is blind: from dO, V and O.
-
-    In bfloat16 on a CPU the number is about `dOᵀ O`, the mean that the softmax's gradient subtracts: the product would
-    lose in rounding what remains of it where the values of a sequence are much alike.
-    """
+    """Return `dO Vᵀ`, `[B, rows, T]`, from dO, V and O, less any number a row: `softmax_backward_` is blind to it."""
     if given.dtype != torch.bfloat16 or given.device.type != "cpu":
         return common.wide_product(given, values.mT, dtype)
+    # Less the mean that the softmax's gradient subtracts: where the values of a sequence are much alike, rounding the
+    # product would lose what remains.
     mean = (given * output).sum(-1, keepdim=True)
     return torch.baddbmm(mean, given, values.mT, beta=-1)
 
 
 def softmax_backward_(grad_attention: Tensor, attention: Tensor) -> Tensor:
-    """Return the gradient of the scores, from that of `softmax_rows(scores)`: `A ∘ (dA − rowsum(A ∘ dA))`.
-
-    In the dtype of the attention; where that is `grad_attention`'s, it is written over it.
-    """
+    """Return the gradient of the scores, `A ∘ (dA − rowsum(A ∘ dA))`, in the dtype of the attention; where that is
+    `grad_attention`'s, it is written over it."""
     found = grad_attention.to(attention.dtype)
     return torch.ops.aten._softmax_backward_data.out(found, attention, -1, attention.dtype, grad_input=found)
 

@@ -128,7 +128,7 @@ def unrolled_layer(
     backend = common.choose_backend("unrolled_layer", rows, multiplies=True)
     tensors = rows, codes_given, dictionary, projection, next_dictionary
     numbers = step, threshold, scale, common.effective_nonlinearity(nonlinearity, threshold)
-    if _runs_as_one(*tensors, backend):
+    if _runs_as_one(rows, dictionary, next_dictionary, backend):
         if casts is None:  # once, for both directions
             casts = _cast(dictionary, dtype), None if next_dictionary is None else _cast(next_dictionary, dtype)
         lows = casts[0], None if next_dictionary is None else casts[1]
@@ -173,14 +173,7 @@ def _cast(matrix: Tensor, dtype: torch.dtype) -> Tensor:
     return matrix.detach().to(dtype, memory_format=torch.contiguous_format)
 
 
-def _runs_as_one(
-    signal: Tensor,
-    codes: Tensor | None,
-    dictionary: Tensor,
-    projection: Tensor | None,
-    next_dictionary: Tensor | None,
-    backend: str,
-) -> bool:
+def _runs_as_one(signal: Tensor, dictionary: Tensor, next_dictionary: Tensor | None, backend: str) -> bool:
     """Return whether a tile of the kernel holds the layer, or plain torch holds all its scores."""
     batch, tokens, width = signal.shape
     if backend == "torch":
@@ -192,10 +185,8 @@ def _runs_as_one(
 def fused_unsupported_reason(
     tokens: int, widths: tuple[int, int, int], dtype: torch.dtype, device: torch.device
 ) -> str | None:
-    """Return why no kernel holds the whole layer in its tiles, or None if one does.
-
-    `tokens` are those of a sequence; `widths` those of the signal, the codes and the next projection.
-    """
+    """Return why no kernel holds the whole layer in its tiles, or None if one does; `tokens` are those of a sequence,
+    `widths` those of the signal, the codes and the next projection."""
     width, code_width, next_width = widths
     if dtype.itemsize != 2:
         return "tiles of float32 leave no shared memory for the dictionary"
@@ -423,12 +414,9 @@ def _backward_in_torch(
     grad_error: Tensor | None,
     needs: Sequence[bool],  # of signal, codes, dictionary and projection
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor | None, Tensor | None]:
-    """Return dU, (1/c)(X − A Z), the whole dZ⁺, dX, dZ and dH; those that are not needed may be None.
-
-    The attention matrix and the residual are computed again (products of width T and n, not m), and the gradient mask
-    is `next codes ≠ 0`. Sums into `[tokens, m]` run in place, inside the products where possible: on a CPU a fresh
-    tensor of that size can cost as much as a product.
-    """
+    """Return dU, (1/c)(X − A Z), the whole dZ⁺, dX, dZ and dH; those that are not needed may be None."""
+    # The attention and the residual are computed again: products of width T and n, not m. Sums into `[tokens, m]` run
+    # in place: on a CPU a fresh tensor of that size can cost as much as a product.
     _, _, dictionary, _, next_dictionary, target, _, step, _, scale, nonlinearity = layer
     needs_signal, needs_codes, needs_dictionary, needs_projection = needs
     padding, codes, signal, projection, values = _without_padding(layer)

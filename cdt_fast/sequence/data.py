@@ -68,10 +68,8 @@ class TextData:
         return replace(self, texts=texts, labels=labels, text_pair=pair)
 
     def with_names(self, names: Sequence[str]) -> Self:
-        """Return the same texts with classes numbered in the order of `names`, those of a checkpoint for example.
-
-        A class that is not among `names` as it is written is the one that differs from it in case alone.
-        """
+        """Return the same texts with classes numbered in the order of `names`, such as a checkpoint's; a class that is
+        not among them as it is written is the one that differs from it in case alone."""
         exact = {_composed(name): number for number, name in enumerate(names)}
         renumbered = []
         for name in map(_composed, self.names):
@@ -254,10 +252,8 @@ def _labeled(source: Path, rows: Iterable[Row], columns: tuple[str, str, str | N
 
 
 def split_text(data: TextData, validation: float = 0.1, test: float = 0.1, *, seed: int = 0) -> Splits:
-    """Divide texts so that every part has the classes in the same proportions, in an order drawn by `seed`.
-
-    Of a class `validation` and `test` have at least one text each, unless their fractions are 0.
-    """
+    """Divide texts so that every part has the classes in the same proportions, and `validation` and `test` at least one
+    text of each, unless their fractions are 0, in an order drawn by `seed`."""
     fractions = validation, test
     if sum(fractions) >= 1:
         raise InputError(f"validation and test must leave a share for training, got {validation} and {test}")

@@ -27,11 +27,11 @@ class SequenceEvaluation(Evaluation):
 
     accuracy: list[float]
     accuracy_margin: list[float]  # half of its 95 % interval
-    auc: float | None
+    auc: float | None  # of accuracy over γ, by the trapezoid
     depth_accuracy: list[list[float]]
     depth_loss: list[list[float]]
     layer_loss_margin: list[float] | None = None  # half of the 95 % interval of `layer_loss`
-    answers: int
+    answers: int  # that counted
     test_texts: int
     test_digest: str
     classes: list[str] | None = None  # of labeled texts
@@ -47,12 +47,8 @@ class SequenceEvaluation(Evaluation):
 
 @torch.no_grad()
 def measure(network: Network, test: EncodedSamples, settings: SequenceSettings) -> dict[str, Any]:
-    """Measure accuracy over γ, and the losses of every depth, with perturbed word embeddings.
-
-    Returns:
-        Entries of `SequenceEvaluation`: `answers`, how many counted; the margin of the last depth's accuracy
-        (Wilson's, for independent answers: of tokens it is too narrow); `auc`, the trapezoid of accuracy over γ.
-    """
+    """Measure accuracy over γ, and the losses of every depth, with perturbed word embeddings, and return the entries of
+    `SequenceEvaluation`. The margin of the accuracy (Wilson's, for independent answers) is too narrow of tokens."""
     levels, training_gamma = [float(gamma) for gamma in settings.evaluation.gammas], sum(settings.noise) / 2
     use_cuda = settings.training.device != "cpu" and torch.cuda.is_available()
     device = torch.device("cuda" if use_cuda else "cpu")

@@ -23,11 +23,8 @@ Weights = Tensor | Sequence[float] | None  # of the depths
 
 
 class _Network:
-    """A model that reads batches of a tokenizer, L its depths that are read less one; the subclasses say how.
-
-    Inputs are `[fields, B, T]`, see `tokenizers`; targets are int64, `[B]` classes or `[B, T]` labels of tokens, where
-    −100 does not count.
-    """
+    """A model that reads batches of a tokenizer, L its depths that are read less one; the subclasses say how. Inputs
+    are `[fields, B, T]`; targets int64, `[B]` classes or `[B, T]` labels of tokens, where −100 does not count."""
 
     def __init__(self, model: nn.Module, tokenizer: Any, layers: int) -> None:
         self.model, self.tokenizer, self.layers = model, tokenizer, layers

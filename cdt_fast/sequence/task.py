@@ -40,11 +40,8 @@ class SequenceLosses(nn.Module):
 
 
 class SequenceWorkload:
-    """A sample is a text or a sequence, and counts with its targets.
-
-    `data` are what the samples are from, by whose parts a resumed run knows its data again, and `description` says what
-    they are; a guess chooses among `choices`; `lr` is for settings that name none.
-    """
+    """A sample is a text or a sequence, and counts with its targets; `data` are what the samples are from. A guess
+    chooses among `choices`; `lr` is for settings that name none."""
 
     def __init__(
         self,

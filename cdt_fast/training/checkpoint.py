@@ -20,11 +20,8 @@ _NOT_OF_THE_RUN = (
 
 
 def save_checkpoint(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
-    """Write `state` to `path`, atomically.
-
-    The state may hold nested dictionaries, lists and tuples of tensors, numbers, words, truth values and None; anything
-    else is a TypeError. Tuples come back as lists. The OSError of a file that cannot be written names `path`.
-    """
+    """Write `state`, atomically: nested dictionaries, lists and tuples (which come back as lists) of tensors, numbers,
+    words, truth values and None. TypeError: it holds anything else; an OSError names `path`."""
     tensors: dict[str, Tensor] = {}
     # Of several entries of the metadata the order differs each time.
     words = json.dumps({"step": state.get("step", 0), "state": _encoded(state, tensors)})
@@ -34,12 +31,9 @@ def save_checkpoint(path: str | os.PathLike[str], state: dict[str, Any]) -> None
 
 
 def load_checkpoint(path: str | os.PathLike[str], *, run: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Read what `save_checkpoint` wrote, on the CPU.
+    """Read what `save_checkpoint` wrote, on the CPU; `run`: the `run_identity` of the training that resumes from it.
 
-    With `run`, the `run_identity` of the training that resumes, the state has to be of that training.
-
-    Raises:
-        InputError: there is no checkpoint, it cannot be read, or with `run` it is of another run.
+    InputError: there is no checkpoint, it cannot be read, or it is not of that training.
     """
     if not os.path.exists(path):
         raise InputError(f"{path}: there is no checkpoint yet")

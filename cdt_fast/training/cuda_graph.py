@@ -47,13 +47,11 @@ class CudaGraphs:
 class CapturedStep:
     """A function of tensors, on the device alone, captured once for each kind of call and replayed from then on.
 
-    A kind is the shapes and dtypes of the tensors given together with the choices. The first `EAGER_CALLS` calls of a
-    kind run eagerly, the next is captured.
-
-    The function is Python that runs at the eager calls and at the capture, never at a replay. So it must not look at a
-    number of the device, nor count or decide anything on the host that is not in the choices; what it keeps from step
-    to step it changes in place, in tensors that were there at the first call; and it sets gradients to None before its
-    backward, so that they come from the memory of the graph.
+    A kind is the shapes and dtypes of the tensors given together with the choices; its first `EAGER_CALLS` calls run
+    eagerly. As no Python runs at a replay, the function must not look at a number of the device, nor count or decide
+    anything on the host that is not in the choices; what it keeps from step to step it changes in place, in tensors
+    that were there at the first call; and it sets gradients to None before its backward, so that they come from the
+    memory of the graph.
     """
 
     def __init__(self, function: Callable[..., Any], graphs: CudaGraphs) -> None:
@@ -64,10 +62,7 @@ class CapturedStep:
         self._replays: dict[Hashable, Callable[[], Any]] = {}
 
     def __call__(self, *inputs: Tensor, **choices: Hashable) -> Any:
-        """Return what the function does for these arguments; tensors in it hold until the next call, of whatever kind.
-
-        `inputs` are tensors on the device and are copied; `choices` decide on the host which work is done.
-        """
+        """Return the function's result, which holds until the next call, of whatever kind; `inputs` are copied."""
         layout = tuple((given.shape, given.dtype) for given in inputs)
         if layout not in self._buffers:  # made here and not inside a capture, whose memory other captures use again
             self._buffers[layout] = tuple(torch.empty_like(given) for given in inputs)

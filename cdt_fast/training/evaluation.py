@@ -66,8 +66,7 @@ def verdict(run: EvaluatedRun) -> tuple[bool, str]:
 def checks(run: EvaluatedRun, runs: Sequence[EvaluatedRun]) -> dict[str, str]:
     """Return what is asked of one of `runs`, on the same data, and the answers: "" where a check does not apply.
 
-    Chance explains what is within the margins of the losses, where they are known. Those of two runs count as
-    independent, which on the same samples is cautious.
+    Chance explains what is within the margins of the losses; to take those of two runs as independent is cautious.
     """
     own, values, plain = run.task.report([run]), run.evaluation, plain_run(run, runs)
     last, margin = own.depths[-1], (own.margins or [0.0])[-1]
@@ -88,10 +87,8 @@ def checks(run: EvaluatedRun, runs: Sequence[EvaluatedRun]) -> dict[str, str]:
 
 
 def plain_run(run: EvaluatedRun, runs: Sequence[EvaluatedRun]) -> EvaluatedRun:
-    """Return which of `runs` to compare a run with: of as many layers, without constraints, on the last loss alone.
-
-    One of as many parameters and the same seed comes first. It is the run itself if that is plain, or none is.
-    """
+    """Return which of `runs` to compare a run with: of as many layers, without constraints, on the last loss alone, if
+    possible as many parameters and the same seed. It is the run itself if that is plain, or none is."""
     size, seed = run.evaluation.parameters, run.settings.training.seed
     plain = [one for one in runs if not one.settings.constrained and one.settings.objective == "last"]
     plain = [one for one in plain if one.evaluation.layers == run.evaluation.layers]

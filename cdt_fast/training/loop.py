@@ -36,13 +36,10 @@ _SCATTER, _HOPELESS = 1.1, 2.0
 def train(
     run: RunFolder, settings: RunSettings, task: Task, data: Any = None, *, resume: bool = False, progress: bool = True
 ) -> None:
-    """Train to the end, or until a signal, and leave the best model in `run.model`.
+    """Train to the end, or until a signal, and leave the best model in `run.model`; `run.config` exists.
 
-    Args:
-        run: the run folder; its `config.toml` exists.
-        data: what the task loads for these settings, where it has been loaded.
-        resume: continue from the checkpoint, bit for bit. Without one the run starts at its beginning.
-        progress: say on stderr what the data are and how the training goes.
+    `data` are what the task loads for these settings, where that was done. `resume` continues from the checkpoint, if
+    there is one, bit for bit. `progress` says on stderr what the data are and how the training goes.
 
     Raises:
         Interrupted: SIGINT or SIGTERM came; a checkpoint was written first.
@@ -193,10 +190,7 @@ class Trainer:
         self._device_step.run(batches, counts, **choices)
 
     def _micro_batches(self) -> list[list[tuple[int, int]]]:
-        """Return the samples of this step and their seeds, which follow from the run's seed and the step alone.
-
-        A sample has the same seed however the step is cut into micro-batches.
-        """
+        """Return this step's samples with their seeds, which are the same however the step is cut."""
         epoch, position = divmod(self.step, self.steps_per_epoch)
         seed, batch = self.settings.training.seed, self.settings.training.batch
         together = batch * self.settings.training.accumulate
@@ -282,10 +276,8 @@ class Trainer:
 
     def _is_better(self, entry: dict[str, Any], best: dict[str, Any]) -> bool:
         """Return whether the error is lower than the best one's, among equally feasible models, or else the merit, both
-        by the references that are known now.
-
-        An untrained network does nothing, and so violates little: better than that is a lower objective alone, too.
-        """
+        by the references that are known now. Better than an untrained network is a lower objective alone, too: it does
+        nothing, and so violates little."""
         if "error" in entry:
             feasible, was = (one["feasible"] and self.settings.constrained for one in (entry, best))
             lower = entry["error"] < best.get("error", math.inf)

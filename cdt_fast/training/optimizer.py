@@ -22,8 +22,7 @@ def build_constraints(
 ) -> DescentConstraints:
     """Build what the settings describe, on the CPU; InputError: they do not fit each other or the number of layers.
 
-    A reference that is a number is at most `largest_reference`, the loss of a guess: above it the first layer could
-    raise the loss and keep its bound.
+    A reference that is a number is at most `largest_reference`, the loss of a guess: else layer 1 could raise the loss.
     """
     chosen, taps = settings.constraints, getattr(settings.model, "taps", None)
     options = {name: getattr(chosen, name) for name in asdict(DEFAULTS) if hasattr(chosen, name)}
@@ -47,10 +46,8 @@ def build_constraints(
 def build_optimizer(parameters: Iterable[Any], lr: float, *, on_device: bool) -> AdamW:
     """Build Adam; InputError: the rate is beyond what an update in float32 can be made with.
 
-    Parameters may come in groups `{"params": …, "factor": …}`, with factors of the learning rate.
-
-    `on_device` keeps the learning rate, as float32, and the count of steps on the parameters' device and updates in one
-    fused kernel, so that the step can be captured in a CUDA graph.
+    Parameters may come in groups `{"params": …, "factor": …}`, with factors of the learning rate. `on_device` keeps it
+    and the count of steps on the parameters' device, in one fused kernel, for a step that a CUDA graph captures.
     """
     if lr > 1e30:
         raise InputError(f"[training] lr must be at most 1e+30, got {lr:g}")
@@ -81,11 +78,10 @@ def load_optimizer_state(optimizer: AdamW, state: Mapping[str, Any]) -> None:
 class TrainingStep:
     """One optimizer step: forward, backward, clipping, update, sums for the log, duals.
 
-    Nothing here waits for the device, nor changes anything on the host. `losses(*batch, weights)` returns
-    `(total, per_depth)`.
+    Nothing here waits for the device, nor changes anything on the host.
     """
 
-    losses: nn.Module
+    losses: nn.Module  # of `(*batch, weights)`: `(total, per_depth)`
     optimizer: Optimizer
     logged_sums: Tensor  # `[L+2]`, the sums of the losses and the count since the last log; added to in place
     constraints: DescentConstraints | None  # give the weights of the losses; None: unconstrained
@@ -93,14 +89,10 @@ class TrainingStep:
     def run(
         self, batches: Iterable[Sequence[Tensor]], counts: Sequence[int], known: Sequence[float] | None, update: bool
     ) -> None:
-        """Take the step.
+        """Take the step on the tensors of micro-batches, whose losses are means over `counts` items (tokens, texts).
 
-        Args:
-            batches: the tensors of each micro-batch, asked for one by one.
-            counts: items (tokens, texts) that the losses of each micro-batch are means over.
-            known: the weights of the depths if the host knows them: a depth of weight 0 then costs no backward. None:
-                those of the constraints.
-            update: move the multipliers at the end: not in a warm-up, nor without constraints.
+        `known` are the weights of the depths if the host knows them: a depth of weight 0 then costs no backward. None:
+        those of the constraints. `update` moves the multipliers: not in a warm-up, nor without constraints.
         """
         weights = self.constraints.weights() if known is None and self.constraints is not None else known
         self.optimizer.zero_grad(set_to_none=True)

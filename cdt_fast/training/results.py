@@ -86,15 +86,8 @@ def per_sample_statistics(losses: Tensor) -> dict[str, Any]:
 
 
 def mean_margin(sums: Tensor, counts: Tensor) -> list[float] | None:
-    """Return half of the 95 % confidence interval of the mean at every depth, from the variation between samples.
-
-    Args:
-        sums: float64 `[L+1, samples]`, each over the items of a sample.
-        counts: `[samples]`, how many items those are; the means are over all items.
-
-    Returns:
-        `L+1` numbers, in the unit of the mean; None for a single sample, which says nothing about others.
-    """
+    """Return half of the 95 % confidence interval of the mean at every depth, `L+1` numbers, from the variation between
+    samples: `sums`, float64 `[L+1, samples]`, over `counts` `[samples]` items each. None for a single sample."""
     samples, total = len(counts), counts.sum()
     if samples == 1:
         return None

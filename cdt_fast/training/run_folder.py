@@ -60,10 +60,7 @@ class RunFolder:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Keep other processes from training this run until the block, or this process, ends; RunInUse: one does.
-
-        The lock is the system's, on `config.toml`, and writes nothing.
-        """
+        """Keep other processes from training this run until the block, or this process, ends; RunInUse: one does."""
         with self.config.open("r+b") as file:
             if not try_lock(file):
                 raise RunInUse(f"{self.path}: another process is training this run; wait for it, or stop it first")

@@ -251,15 +251,10 @@ class RunSettings(BaseModel):
 
     @classmethod
     def chosen(cls, given: Sections, preset: str | None = None, file: str | os.PathLike[str] | None = None) -> Self:
-        """Return the settings of a new run: the defaults, over them a preset, over that a file, then what is given.
+        """Return the settings of a new run: the defaults, over them a preset (in place of the file's), over that a TOML
+        file, which may be for runs of several kinds, then what is given.
 
-        Args:
-            given: values by section; each has to have an effect.
-            preset: a preset instead of the file's.
-            file: settings as TOML; it may be for runs of several kinds.
-
-        Raises:
-            InputError: as `load` and `set`; a given setting has no effect.
+        InputError: as `load` and `set`; a given setting has no effect.
         """
         sections: dict[str, Any] = {} if file is None else read_toml(file)
         settings = cls()

@@ -28,26 +28,21 @@ class Task(Protocol):
 
     def load(self, settings: Any, progress: bool = True) -> Any:
         """Check the settings, then read what they name, divided into `train`, `validation` and `test`."""
-        ...
 
     def build(self, settings: Any, data: Any, device: torch.device) -> Workload:
         """Return the training of these settings on these data, with an untrained or a pretrained model."""
-        ...
 
     def evaluate(self, folder: RunFolder, settings: Any, data: Any) -> dict[str, Any]:
         """Measure the model that a run kept on its test data: `Evaluation` but for what `training` adds."""
-        ...
 
     def report(self, runs: Sequence[EvaluatedRun]) -> Report:
         """Return the task's own parts of a report on runs."""
-        ...
 
 
 class Workload(Protocol):
     """Model, losses and batches of one training.
 
-    A sample (a window, a text, a sequence) is chosen by its number among the training samples, and comes with a seed of
-    its own for what is drawn for it.
+    A sample (a window, a text, a sequence) is chosen by its number among the training samples, and has its own seed.
     """
 
     model: nn.Module  # on the CPU until the loop places it
@@ -64,32 +59,25 @@ class Workload(Protocol):
 
         `autocast` is the dtype of the matrix products; None: that of the weights.
         """
-        ...
 
     def count(self, sample: int) -> int:
         """Return over how many items (tokens, texts) the losses of a training sample are means."""
-        ...
 
     def batch(self, chosen: Sequence[tuple[int, int]], device: torch.device) -> tuple[Tensor, ...]:
         """Return what `losses` takes of training samples, `(number, seed)` each, on `device`, right before use."""
-        ...
 
     def validation_losses(self, autocast: torch.dtype | None) -> list[float]:
         """Return the mean loss of every depth `[L+1]` on the validation samples, at the training noise."""
-        ...
 
     def validation_error(self, autocast: torch.dtype | None) -> float | None:
         """Return the headline of the evaluation on the validation samples, by which models are kept where it is of
         more than the training noise; else None, and they are kept by their losses."""
-        ...
 
     def save_model(self, folder: Path) -> None:
         """Write the model to `folder`, in place of an earlier one."""
-        ...
 
     def kernels(self, device: torch.device, dtype: torch.dtype) -> str:
         """Say which kernels a step runs on `device` with products in `dtype`, and why not others."""
-        ...
 
 
 @dataclass

@@ -27,9 +27,8 @@ class VideoEvaluation(Evaluation):
 
     RMSE and PSNR are on 0..255, over all pixels of a noise level; `mean_rmse` is the plain mean over the levels, and
     SSIM the mean over frames. Losses are sums over the pixels of a patch with values in [0, 1], or in units of the
-    noise's variance where the model is noise-adaptive, means over the tokens, at levels spread over the training's. A
-    sample of `per_sample` is one sequence, or one window of crops. `training_gamma` is the middle of the levels that
-    were trained on.
+    noise's variance for crops, means over the tokens, at levels spread over the training's, of which `training_gamma`
+    is the middle. A sample of `per_sample` is one sequence, or one window of crops.
     """
 
     tied: bool
@@ -76,7 +75,6 @@ def measure(
 
     RMSE and SSIM are of outputs whose matrix products were in the dtype `autocast`, where it is given.
     """
-
     denoise = _all_depths(model, settings, autocast)
     errors, alike = _measured(denoise, 1, data.test, data.sigma, settings, device_of(model))
     losses = _losses_of_samples(model, data, settings)
@@ -157,10 +155,8 @@ def _measured(
     settings: VideoSettings,
     device: torch.device,
 ) -> tuple[Tensor, Tensor]:
-    """Return the RMSE on 0..255 `[levels, outputs]` and the SSIM `[levels, compared]` of what `denoise` returns.
-
-    It takes noisy frames and the deviation of their noise `[b]`; `compared` of its outputs, the first, have an SSIM.
-    All levels have the same noise, up to its strength.
+    """Return the RMSE on 0..255 `[levels, outputs]` and the SSIM `[levels, compared]`, that of the first outputs, of
+    what `denoise` makes of noisy frames and their deviation `[b]`; all levels have the same noise, up to its strength.
     """
     gammas = settings.evaluation.gammas
     sums: list[Any] = [0.0] * len(gammas)  # of squared errors, and of SSIM

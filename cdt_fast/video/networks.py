@@ -87,16 +87,11 @@ def reconstructed(
 ) -> list[Tensor]:
     """Return the frames `[b, T, h, w]` of every depth up to `depth`.
 
-    In a network for crops each is the weighted mean over shifted grids of patches, which the next layer starts from,
-    and depth 0 is the input; the paper's networks have one grid. At the borders frames are continued by their mirror
-    image, and at the end of the window by its begin: a mirror image would have the same noise in one patch twice.
-
-    Args:
-        deviation: standard deviation of the noise, `[b]`, which a network for crops is told.
-        grids: how many of them along each side; None: as in the training.
-        depth: number of layers, None for all.
-        only_last: the result of the last of these depths is enough.
-        few_grids: half as many as in the training are enough, where `grids` is None.
+    In a network for crops, which is told the noise's `deviation` `[b]`, each is the weighted mean over shifted grids of
+    patches, which the next layer starts from, and depth 0 is the input; the paper's networks have one grid. At the
+    borders frames are continued by their mirror image, and at the end of the window by its begin: a mirror image would
+    have the same noise in one patch twice. `grids` and `few_grids`: as in `VideoSettings.grid_places`; `only_last`: the
+    last of these depths is enough.
     """
     stop, data, (height, width) = model.layers if depth is None else depth, settings.data, noisy.shape[-2:]
     places = settings.grid_places(grids, few_grids) if isinstance(model, DenoisingDUST) else [(0, 0, 0)]
@@ -160,11 +155,8 @@ def reconstructed(
 
 
 class ReconstructionLosses(nn.Module):
-    """The losses of a model that denoises as a forward, so that the hooks of a distributed wrapper fire.
-
-    They are those of the mean over shifted grids where `settings` are of crops, else of single patches. `autocast` is
-    the dtype of the matrix products, None for that of the weights.
-    """
+    """The losses of a model that denoises as a forward, so that the hooks of a distributed wrapper fire: those of the
+    mean over shifted grids where `settings` are of crops, else of single patches. `autocast`: as `Workload.losses`."""
 
     def __init__(self, model: Denoiser, autocast: torch.dtype | None, settings: VideoSettings | None = None) -> None:
         super().__init__()

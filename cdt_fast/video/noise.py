@@ -22,12 +22,8 @@ def add_noise_by_window(
 ) -> tuple[Tensor, Tensor]:
     """Return x = s + γ σ ε with ε ~ N(0, 1), and the standard deviation of the noise `[windows]`.
 
-    Args:
-        clean: s, the windows one after the other along the first dimension: frames, or the tokens of `to_patches`.
-        noise: the least and the greatest γ of a range, from which it is drawn for each window.
-        sigma: σ, the unit of noise levels, in that of `clean`.
-        generator: of the device of `clean`; it is seeded anew for each window.
-        seeds: one a window.
+    `clean` has the windows one after the other along its first dimension: frames, or the tokens of `to_patches`. γ is
+    drawn from the range `noise` for each window, and `sigma` is in the unit of `clean`.
     """
     least, greatest = noise
     noisy, deviations = [], []
@@ -47,12 +43,9 @@ def add_noise_by_window(
 def unit_noise_batches(
     windows: Windows, device: torch.device, dtype: torch.dtype = torch.float32, batch: int | None = None
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield the numbers of all windows `[b]`, their frames `[b, T, h, w]` in [0, 1], and noise of deviation 1.
-
-    The noise depends on the window alone; where `batch` is None, there are about half a million pixels at once.
-    """
+    """Yield the numbers of all windows `[b]`, their frames `[b, T, h, w]` in [0, 1], and noise of deviation 1."""
     generator = torch.Generator(device)
-    together = batch or max(1, 2**19 // (windows.window * windows.size**2))
+    together = batch or max(1, 2**19 // (windows.window * windows.size**2))  # about half a million pixels
     for indices in torch.arange(len(windows)).split(together):
         frames = windows.batch(indices).to(device).to(dtype) / LEVELS
         drawn = torch.empty_like(frames)
@@ -69,10 +62,8 @@ def noisy_batches(
     dtype: torch.dtype = torch.float32,
     batch: int | None = None,
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield all frames of `unit_noise_batches` with their noise and without, and its standard deviation `[b]`.
-
-    Of a range of levels those of the windows are spread over it as in training.
-    """
+    """Yield all frames of `unit_noise_batches` with noise, of levels spread as in training, and without, and its
+    standard deviation `[b]`."""
     least, greatest = noise if isinstance(noise, tuple) else (noise, noise)
     for indices, frames, drawn in unit_noise_batches(windows, device, dtype, batch):
         levels = _level(least, greatest, (0.5 + indices.double() * _GOLDEN) % 1)
@@ -91,11 +82,8 @@ def with_noise(frames: Tensor, deviation: Tensor, drawn: Tensor) -> Tensor:
 
 
 def estimated_noise(frames: Tensor) -> float:
-    """Return the standard deviation of white noise: of the finest diagonal differences, which have little else.
-
-        σ = median |x_{i,j} − x_{i,j+1} − x_{i+1,j} + x_{i+1,j+1}| / (2 · 0.6745)
-
-    Of frames `[..., h, w]` with less than two rows or columns it returns 0.
+    """Return the standard deviation of white noise in frames `[..., h, w]`, from the finest diagonal differences, which
+    have little else: `σ = median |x_{i,j} − x_{i,j+1} − x_{i+1,j} + x_{i+1,j+1}| / (2 · 0.6745)`; 0 if there are none.
     """
     if min(frames.shape[-2:]) < 2:
         return 0.0

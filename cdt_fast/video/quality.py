@@ -99,10 +99,8 @@ BASELINES: dict[str, Callable[[Tensor, float, int], Tensor]] = {
 
 
 def continued(frames: Tensor, sides: tuple[int, int, int, int]) -> Tensor:
-    """Return frames `[b, T, h, w]` with so many columns before and after, and rows before and after.
-
-    These are their mirror image, where they are large enough for it, else their border.
-    """
+    """Return frames `[b, T, h, w]` with so many columns before and after, and rows before and after: their mirror image
+    or, where they are too small for it, their border."""
     height, width = frames.shape[-2:]
     mirrored = max(sides[:2]) < width and max(sides[2:]) < height
     return torch.nn.functional.pad(frames, sides, mode="reflect" if mirrored else "replicate")

@@ -124,11 +124,10 @@ class VideoSettings(shared.RunSettings):
             raise InputError("[data] gamma is 0, and a network for crops works in units of the noise: give one above 0")
 
     def grid_places(self, grids: int | None, few: bool = False) -> list[tuple[int, int, int]]:
-        """Return rows, columns and frames by which `grids²` grids of patches are moved.
+        """Return rows, columns and frames by which `grids²` grids are moved; half of them by half a patch in time.
 
         None: as in the training, for crops every other one of 4 x 4 grids, like the squares of one color of a
         chessboard, nearly as good as all sixteen, or with `few` one in each row and column of these; else one grid.
-        Half of the grids start in the middle of a patch in time.
         """
         chessboard, side = grids is None and self.crops, self.data.patch
         along = _CHESSBOARD if chessboard else grids or 1

@@ -32,12 +32,11 @@ def check_first_forward(
     arguments: dict[str, Any],
 ) -> None:
     """Require the logits at a depth to be the model's own when the layers after that depth hand their input on, and
-    the loss at the last depth to be its own loss.
+    the loss at the last depth to be its own loss, of a few rows and tokens of the batch, without dropout.
 
-    A few rows and tokens of the batch are run without dropout and gradients; neither the model nor torch's random
-    state is changed. Compared are the last depth and, of each class of layers, the first and the last depth before
-    such a layer: a model that mixes depths differs at the last. `read` takes arguments, labels and positions in `taps`
-    (−1: the last depth, in any case), and returns the last depth's loss and the logits at the positions.
+    Compared are the last depth and, of each class of layers, the first and the last depth before such a layer: a model
+    that mixes depths differs at the last. `read` takes arguments, labels and positions in `taps` (−1: the last depth,
+    in any case), and returns the last depth's loss and the logits at the positions.
     """
     model, layers = layout.model, len(layout.layers)
     arguments, labels = _few(layout, wrapped.names, arguments)

@@ -59,11 +59,9 @@ class DepthReader:
         whole_logits: bool = False,
         pooled: Callable[[Tensor], Tensor] | None = None,
     ) -> tuple[Any, Any]:
-        """Return the output of `run`, a forward of the model without labels, and what `form` makes of the depths.
-
-        Without `whole_logits` a language model's output has the logits of a single token. `pooled` is applied to what
-        the base model of a classifier returns at the depths before the last.
-        """
+        """Return the output of `run`, a forward of the model without labels (of a language model with the logits of one
+        token, unless `whole_logits`), and what `form` makes of the depths. `pooled` is applied to what a classifier's
+        base model returns before the last."""
         self._states = {}
         try:
             if self.layout.reads_tokens:

@@ -16,7 +16,6 @@ class WrappedForward:
 
     The new forward is a method of the module, and finds this object in the module: accelerate takes the method apart
     and binds its function again, and a deep copy of the module binds it to the copy, which holds a copy of this object.
-    `original` is the module's `forward` before, `names` are its arguments that can be given by position.
     """
 
     def __init__(self, module: nn.Module, answer: Callable[..., Any]) -> None:

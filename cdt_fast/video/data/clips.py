@@ -35,9 +35,7 @@ class Clip(NamedTuple):
 def open_source(path: str | os.PathLike[str]) -> FrameSource:
     """Open a clip, a video file, a folder of pictures or a .npy array; much of it is checked as `frames()` reads.
 
-    Raises:
-        InputError: the path is missing or is not a clip; the message says what was found.
-        MissingExtra: a video is to be read and the `video` extra is not installed.
+    InputError: the path is missing or is not a clip. MissingExtra: the `video` extra is needed, and not installed.
     """
     place = Path(path)
     if place.is_dir():
@@ -53,10 +51,8 @@ def find_clips(path: str | os.PathLike[str]) -> list[Clip]:
     """Find the clips at `path`, in natural order, training clips first; nothing is decoded.
 
     A file, or a folder of pictures, is one clip. Hidden files, backups, annotations (`*_gt`, `ground_truth*`,
-    `testing_vol`, `.mat`) and every other kind of file are passed over.
-
-    Raises:
-        InputError: the path is missing, holds no clips, or holds several data sets of which one must be chosen.
+    `testing_vol`, `.mat`) and every other kind of file are passed over. InputError: the path is missing, holds no
+    clips, or holds several data sets of which one must be chosen.
     """
     root = Path(path)
     if not root.exists():

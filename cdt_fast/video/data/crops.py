@@ -96,9 +96,8 @@ def plane_of(crop: np.ndarray, plane: int) -> Tensor:
 def augmented(frames: Tensor, other: Callable[[np.random.Generator], Tensor], size: int, seed: int) -> Tensor:
     """Return a training sample `[T, size, size]`: a crop moved, turned, mirrored or played backwards as its seed says.
 
-    Half are generated in the place of the crop (`moving_leaves`), and half have a piece of another crop that moves
-    across: what a clip shows in few of its frames would otherwise be wiped out. `frames` are a plane `[T, side, side]`
-    of the crop, and `other` draws the same plane of another one.
+    Half are generated (`moving_leaves`), and half have a piece of another crop that moves across: what a clip shows in
+    few of its frames would otherwise be lost. `frames` are a plane `[T, side, side]`, and `other` draws another crop's.
     """
     draw = np.random.default_rng(seed)
     generated = draw.random() < GENERATED
@@ -133,10 +132,8 @@ def luma(frame: np.ndarray) -> np.ndarray:
 
 
 def preprocess(frame: np.ndarray, size: int) -> np.ndarray:
-    """Return the luma of one frame uint8 [h, w, 3] or [h, w], made a square uint8 [size, size].
-
-    Every published number rests on these pixels: a decoder's own gray conversion differs by up to four levels.
-    """
+    """Return the luma of one frame uint8 [h, w, 3] or [h, w], made a square uint8 [size, size]."""
+    # Every published number rests on these pixels: a decoder's own gray conversion differs by up to four levels.
     pixels = torch.from_numpy(luma(frame))[None, None]
     resized = torch.nn.functional.interpolate(pixels, size=size, mode="bilinear", antialias=True, align_corners=False)
     return resized[0, 0].round_().clamp_(0, 255).to(torch.uint8).numpy()

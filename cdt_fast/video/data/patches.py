@@ -20,8 +20,7 @@ def to_patches(frames: Tensor, patch: int = 16, sequence: Sequence = "time", pat
     - "time": [b·P, t, n], each position is one sequence over time;
     - "space": [b·t, P, n], each D frames are one sequence over their positions.
 
-    Raises:
-        InputError: T is no multiple of `patch_frames`, or h or w of `patch`.
+    InputError: T is no multiple of `patch_frames`, or h or w of `patch`.
     """
     cut, tokens = _layout(tuple(frames.shape), patch, sequence, patch_frames)
     return frames.reshape(cut).permute(_IN_ORDER[sequence]).reshape(tokens)
@@ -32,8 +31,7 @@ def from_patches(
 ) -> Tensor:
     """Return the frames `shape`, (b, T, h, w) with b perhaps -1, that `to_patches` cut; the exact inverse.
 
-    Raises:
-        InputError: the tokens are not those of such frames.
+    InputError: the tokens are not those of such frames.
     """
     cut, expected = _layout(shape, patch, sequence, patch_frames)
     if tuple(tokens.shape[1:]) != expected[1:]:

@@ -35,8 +35,7 @@ class FrameSource(ABC):
     def frames(self) -> Iterator[np.ndarray]:
         """Yield the frames in order: uint8 [h, w, 3] RGB or, from gray sources, [h, w].
 
-        Raises:
-            InputError: a frame cannot be read, has another size than the first, or there are fewer than two frames.
+        InputError: a frame cannot be read, has another size than the first, or there are fewer than two frames.
         """
         count, first = 0, (0, 0)
         for count, (label, frame) in enumerate(self._read(), 1):

@@ -82,8 +82,7 @@ def split_clips(clips: Sequence[DecodedClip], window: int) -> Splits:
     Clips marked "test" are the test set, and the last tenth of the others (at least one) validates. Without marks the
     last tenth of the clips tests and the tenth before validates. Up to eight clips, four with marks, are too few for
     that: each is divided by time, where it is long enough, in whole windows, with one left out before each held-out
-    part, as neighboring frames are near copies.
-    Shorter clips are left out with a note. InputError says that there are too few frames.
+    part, as neighboring frames are near copies. Shorter clips are left out with a note. InputError: too few frames.
     """
     marked = any(clip.split == "test" for clip in clips)
     groups: list[list[Part]] = [[], []]  # whole clips: for training, and for the test alone
@@ -195,10 +194,8 @@ def load_video(
 ) -> VideoData:
     """Decode video, cut it into crops at full resolution or make whole frames square, and split it into windows.
 
-    The source is anything that `find_clips` takes, or the word "demo" for the generated clip.
-
-    Raises:
-        InputError: a clip cannot be read, has too few frames, or the training frames are one flat gray.
+    The source is anything that `find_clips` takes, or the word "demo" for the generated clip. InputError: a clip cannot
+    be read, has too few frames, or the training frames are one flat gray.
     """
     side = size + _ROOM if crops else size
     if source == "demo":
