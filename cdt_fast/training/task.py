@@ -26,17 +26,17 @@ class Task(Protocol):
     BF16_ON_CPU: bool  # products in bfloat16 are faster on a CPU that has them, and the result is the same within seeds
     FIXED_SHAPES: bool  # all full batches of a run have the same shapes, so that a step can be captured
 
-    def load(self, settings: Any, progress: bool = True) -> Any:
-        """Check the settings, then read what they name, divided into `train`, `validation` and `test`."""
+    # Check the settings, then read what they name, divided into `train`, `validation` and `test`.
+    def load(self, settings: Any, progress: bool = True) -> Any: ...
 
-    def build(self, settings: Any, data: Any, device: torch.device) -> Workload:
-        """Return the training of these settings on these data, with an untrained or a pretrained model."""
+    # Return the training of these settings on these data, with an untrained or a pretrained model.
+    def build(self, settings: Any, data: Any, device: torch.device) -> Workload: ...
 
-    def evaluate(self, folder: RunFolder, settings: Any, data: Any) -> dict[str, Any]:
-        """Measure the model that a run kept on its test data: `Evaluation` but for what `training` adds."""
+    # Measure the model that a run kept on its test data: `Evaluation` but for what `training` adds.
+    def evaluate(self, folder: RunFolder, settings: Any, data: Any) -> dict[str, Any]: ...
 
-    def report(self, runs: Sequence[EvaluatedRun]) -> Report:
-        """Return the task's own parts of a report on runs."""
+    # Return the task's own parts of a report on runs.
+    def report(self, runs: Sequence[EvaluatedRun]) -> Report: ...
 
 
 class Workload(Protocol):
@@ -54,30 +54,28 @@ class Workload(Protocol):
     guess_loss: float | None  # of a guess among the classes or tokens; None: the task has no such answers
     identity: dict[str, Any]  # by which a resumed run knows its data again
 
-    def losses(self, autocast: torch.dtype | None) -> nn.Module:
-        """Return a module whose forward `(*batch, weights)` gives `(total, per_depth)`, means over what counts.
+    # Return a module whose forward `(*batch, weights)` gives `(total, per_depth)`, means over what counts.
+    # `autocast` is the dtype of the matrix products; None: that of the weights.
+    def losses(self, autocast: torch.dtype | None) -> nn.Module: ...
 
-        `autocast` is the dtype of the matrix products; None: that of the weights.
-        """
+    # Return over how many items (tokens, texts) the losses of a training sample are means.
+    def count(self, sample: int) -> int: ...
 
-    def count(self, sample: int) -> int:
-        """Return over how many items (tokens, texts) the losses of a training sample are means."""
+    # Return what `losses` takes of training samples, `(number, seed)` each, on `device`, right before use.
+    def batch(self, chosen: Sequence[tuple[int, int]], device: torch.device) -> tuple[Tensor, ...]: ...
 
-    def batch(self, chosen: Sequence[tuple[int, int]], device: torch.device) -> tuple[Tensor, ...]:
-        """Return what `losses` takes of training samples, `(number, seed)` each, on `device`, right before use."""
+    # Return the mean loss of every depth `[L+1]` on the validation samples, at the training noise.
+    def validation_losses(self, autocast: torch.dtype | None) -> list[float]: ...
 
-    def validation_losses(self, autocast: torch.dtype | None) -> list[float]:
-        """Return the mean loss of every depth `[L+1]` on the validation samples, at the training noise."""
+    # Return the headline of the evaluation on the validation samples, by which models are kept where it is of
+    # more than the training noise; else None, and they are kept by their losses.
+    def validation_error(self, autocast: torch.dtype | None) -> float | None: ...
 
-    def validation_error(self, autocast: torch.dtype | None) -> float | None:
-        """Return the headline of the evaluation on the validation samples, by which models are kept where it is of
-        more than the training noise; else None, and they are kept by their losses."""
+    # Write the model to `folder`, in place of an earlier one.
+    def save_model(self, folder: Path) -> None: ...
 
-    def save_model(self, folder: Path) -> None:
-        """Write the model to `folder`, in place of an earlier one."""
-
-    def kernels(self, device: torch.device, dtype: torch.dtype) -> str:
-        """Say which kernels a step runs on `device` with products in `dtype`, and why not others."""
+    # Say which kernels a step runs on `device` with products in `dtype`, and why not others.
+    def kernels(self, device: torch.device, dtype: torch.dtype) -> str: ...
 
 
 @dataclass
