@@ -50,16 +50,16 @@ class DenoisingDUST(PretrainedModel):
         InputError: an argument out of its range.
     """
 
+    ARGUMENTS = ("patch", "patch_frames", "code_size", "layers")
+
     def __init__(self, patch: int = 8, patch_frames: int = 4, code_size: int | None = None, layers: int = 3) -> None:
         super().__init__()
-        for name, value in {"patch": patch, "patch_frames": patch_frames, "layers": layers}.items():
-            check_integer(name, value, 1)
+        self.patch, self.layers = check_integer("patch", patch, 1), check_integer("layers", layers, 1)
+        self.patch_frames = check_integer("patch_frames", patch_frames, 1)
         self.patch_size = patch_frames * patch * patch
-        code_size = self.patch_size if code_size is None else check_integer("code_size", code_size, 1)
-        self.config = {"patch": patch, "patch_frames": patch_frames, "code_size": code_size, "layers": layers}
+        self.code_size = code_size = self.patch_size if code_size is None else check_integer("code_size", code_size, 1)
         if code_size < self.patch_size:
             raise InputError(f"code_size must be at least the {self.patch_size} pixels of a patch, got {code_size}")
-        self.code_size, self.layers = code_size, layers
         initial = tight_cosines(self.patch_size, code_size, patch_frames).to(torch.get_default_dtype())
         # Of a tight frame of unit operator norm the atoms are shorter than 1, and so is the noise in their codes.
         deviation = initial.square().sum(0).mean().sqrt()

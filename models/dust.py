@@ -43,6 +43,7 @@ class DUST(PretrainedModel):
         InputError: an argument out of its range.
     """
 
+    ARGUMENTS = ("patch_size", "code_size", "layers", "tied", "sparsity", "step", "scale", "readout")
     NONLINEARITY: ClassVar[common.LayerNonlinearity] = "soft_threshold"
 
     def __init__(
@@ -74,19 +75,10 @@ class DUST(PretrainedModel):
         initial = initial.to(torch.get_default_dtype())
         self.dictionary = nn.Parameter(initial.clone() if tied else initial.repeat(layers, 1, 1))
 
-    @property
-    def config(self) -> dict[str, Any]:
-        """Return the constructor's arguments, with the step as computed."""
-        names = ("patch_size", "code_size", "layers", "tied", "sparsity", "step", "scale", "readout")
-        return {name: getattr(self, name) for name in names}
-
     def forward(self, noisy: Tensor, depth: int | None = None) -> Tensor:
         """Return the reconstruction `[..., T, n]` of `noisy` `[..., T, n]` after `depth` layers (None: all of them).
 
-        Depth 0 reads the initial codes; later layers cost nothing.
-
-        Raises:
-            InputError: `noisy` has the wrong shape, or `depth` is not in 0..layers.
+        Depth 0 reads the initial codes; later layers cost nothing. InputError: a wrong shape, or no depth in 0..layers.
         """
         depth = self.layers if depth is None else check_depth("depth", depth, 0, self.layers)
         self._check(noisy)
@@ -103,13 +95,9 @@ class DUST(PretrainedModel):
     ) -> common.LayerwiseLosses:
         """Return the losses of all depths against `clean` `[..., T, n]`, sums over a patch, and their weighted sum.
 
-        See `ops.layerwise_reconstruction_loss` for what is differentiable. Used as
-        `total, losses = model.layer_losses(noisy, clean, constraints.weights())`.
-
-        Args:
-            noisy, clean: `[..., T, n]`. While gradients are formed `clean` is read in the dtype of the products: under
-                autocast it is rounded to 16 bits.
-            depth_weights: L+1 numbers.
+        See `ops.layerwise_reconstruction_loss` for what is differentiable, and for `depth_weights`. Used as
+        `total, losses = model.layer_losses(noisy, clean, constraints.weights())`. While gradients are formed `clean` is
+        read in the dtype of the products: under autocast it is rounded to 16 bits.
         """
         self._check(noisy)
         common.check_tensor("clean", clean, 2, "[..., T, n]")
@@ -186,12 +174,8 @@ class VideoUT(DUST):
     Arguments, attributes and methods are those of `DUST`, less `sparsity`.
     """
 
+    ARGUMENTS = tuple(name for name in DUST.ARGUMENTS if name != "sparsity")
     NONLINEARITY = "relu"
 
     def __init__(self, patch_size: int = 256, code_size: int = 1024, layers: int = 5, **options: Any) -> None:
         super().__init__(patch_size, code_size, layers, sparsity=0.0, **options)
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """Return the constructor's arguments, with the step as computed."""
-        return {name: value for name, value in super().config.items() if name != "sparsity"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from safetensors import SafetensorError
 from safetensors.torch import load, save
@@ -27,11 +27,16 @@ def check_depth(name: str, depth: Any, least: int, layers: int) -> int:
 class PretrainedModel(nn.Module):
     """A module that is rebuilt from its `config`, the keyword arguments of its constructor."""
 
-    config: Any
+    ARGUMENTS: ClassVar[tuple[str, ...]]  # of the constructor, each with an attribute of its name
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
         _classes[cls.__name__] = cls
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Return the constructor's arguments, as they are used."""
+        return {name: getattr(self, name) for name in self.ARGUMENTS}
 
     def save_pretrained(self, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         """Write the model to `folder`, each file atomically.

@@ -43,6 +43,8 @@ class TextUT(PretrainedModel):
         InputError: an argument is out of its range, or the embeddings are of an unknown kind.
     """
 
+    ARGUMENTS = ("classes", "layers", "width", "tied", "scale")
+
     def __init__(
         self,
         embedding: Sequence[int] | Tensor,
@@ -80,9 +82,7 @@ class TextUT(PretrainedModel):
     @property
     def config(self) -> dict[str, Any]:
         """Return the constructor's arguments, with the size of the embeddings, whose values are among the weights."""
-        size = [self.embedding.num_embeddings, self.embedding.embedding_dim]
-        names = ("classes", "layers", "width", "tied", "scale")
-        return {"embedding": size, **{name: getattr(self, name) for name in names}}
+        return {"embedding": [self.embedding.num_embeddings, self.embedding.embedding_dim], **super().config}
 
     def get_input_embeddings(self) -> nn.Embedding:
         """Return the word embeddings, under the name that transformers' models have for them."""
@@ -94,12 +94,11 @@ class TextUT(PretrainedModel):
         Args:
             tokens: token ids `[..., T]`, int32 or int64.
             depth: 0..L; 0 reads the tokens as they go into layer 1.
-            lengths: `[...]` integers, the tokens of each text, the rest being padding on its right. On a GPU there
-                is no host sync: a text without tokens is read as zeros.
+            lengths: `[...]` integers, the tokens of each text, the rest being padding on its right.
 
         Raises:
-            InputError: a wrong shape, dtype or device; on the CPU an id outside the vocabulary or a text without
-                tokens; `depth` not in 0..layers.
+            InputError: a wrong shape, dtype or device; `depth` not in 0..layers; on the CPU an id outside the
+                vocabulary, or a text without tokens (which is read as zeros on a GPU, without a host sync).
         """
         depth = self.layers if depth is None else check_depth("depth", depth, 0, self.layers)
         (states,) = deque(self._depths(tokens, depth, lengths), maxlen=1)
@@ -119,13 +118,9 @@ class TextUT(PretrainedModel):
     ) -> common.LayerwiseLosses:
         """Return the cross-entropies of all depths in nats, and their weighted sum.
 
-        See `ops.layerwise_cross_entropy` for what is differentiable. Used as
+        See `ops.layerwise_cross_entropy` for what is differentiable, `forward` for the tokens. Labels are `[...]` int64
+        in [0, classes), or −100 for a text that does not count. Used as
         `total, per_depth = model.layer_losses(ids, labels, constraints.weights(), lengths=lengths)`.
-
-        Args:
-            tokens, lengths: as `forward`.
-            labels: `[...]` int64 in [0, classes), or −100 for a text that does not count.
-            depth_weights: `w`, L+1 numbers, or None.
 
         Raises:
             InputError: as `forward`; `labels` or `depth_weights` have a wrong shape or dtype; on the CPU a label

@@ -55,6 +55,8 @@ class DenoisingViT(PretrainedModel):
         MissingExtra: transformers is not installed.
     """
 
+    ARGUMENTS = ("patch_size", "grid", *_CONFIGURED)
+
     def __init__(
         self,
         patch_size: int = 256,
@@ -93,27 +95,18 @@ class DenoisingViT(PretrainedModel):
         nn.init.trunc_normal_(self.readout.weight, std=0.02)
         nn.init.zeros_(self.readout.bias)
 
-    @property
-    def config(self) -> dict[str, Any]:
-        """Return the constructor's arguments."""
-        return {"grid": list(self.grid), **{name: getattr(self, name) for name in ("patch_size", *_CONFIGURED)}}
-
     @classmethod
     def from_pretrained(cls, folder: str | os.PathLike[str], *, grid: Sequence[int] | None = None) -> Self:
-        """Load a model that `save_pretrained` wrote, or take the weights of a transformers ViT, on the CPU.
+        """Load a model that `save_pretrained` wrote, or take a transformers ViT's weights (safetensors), on the CPU.
 
         The embeddings, blocks and final layer norm of a transformers ViT are taken; the readout is new. Its patch
         embedding becomes one of gray patches with values in [0, 1]: a gray value stands for the same value in all
         channels, so the channels' weights are summed, and a ViT's usual normalization of pixels is folded in. Position
-        embeddings are interpolated (bicubic) to another grid than the one that the ViT was trained with.
-
-        Args:
-            folder: one that this package or transformers (as safetensors) saved a model to.
-            grid: rows and columns of patches of a frame, for a transformers ViT only; None: as it was trained.
+        embeddings are interpolated (bicubic) to the `grid`, rows and columns of patches of a frame, if it is given.
 
         Raises:
-            InputError: the folder holds no ViT, a file is missing or cut short, an argument is out of its range, or
-                is given for a folder of this package.
+            InputError: the folder holds no ViT, a file is missing or cut short, or the grid is out of its range, or
+                given for a folder of this package.
             MissingExtra: transformers is not installed.
         """
         own = Path(folder) / "config.json"
@@ -144,10 +137,7 @@ class DenoisingViT(PretrainedModel):
     def forward(self, noisy: Tensor, depth: int | None = None) -> Tensor:
         """Return the image `[..., T, n]` of `noisy` `[..., T, n]` after `depth` blocks (None: all of them).
 
-        An earlier exit costs the blocks up to it and nothing else; depth 0 reads the embeddings.
-
-        Raises:
-            InputError: `noisy` has the wrong shape or dtype, or `depth` is not in 0..layers.
+        Depth 0 reads the embeddings; later blocks cost nothing. InputError: a wrong shape, or no depth in 0..layers.
         """
         depth = self.layers if depth is None else check_depth("depth", depth, 0, self.layers)
         self._check(noisy)
@@ -165,10 +155,8 @@ class DenoisingViT(PretrainedModel):
         """Return the losses of all depths against `clean` `[..., T, n]`, means over the pixels, and their weighted sum.
 
         See `ops.layerwise_reconstruction_loss` for what is differentiable; its losses are sums over a patch, n times
-        those here. Used as `total, per_depth = model.layer_losses(noisy, clean, constraints.weights())`.
-
-        Raises:
-            InputError: a wrong shape, dtype or device, or `depth_weights` are not one number a depth.
+        those here. Used as `total, per_depth = model.layer_losses(noisy, clean, constraints.weights())`. InputError: a
+        wrong shape, dtype or device, or `depth_weights` are not one number a depth.
         """
         self._check(noisy)
         check_tensor("clean", clean, 2, "[..., T, n]")
