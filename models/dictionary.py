@@ -11,16 +11,11 @@ from cdt_fast.checks import InputError
 
 
 def overcomplete_dct(patch_size: int, code_size: int) -> Tensor:
-    """Return the overcomplete discrete cosine dictionary `[patch_size, code_size]` in float64, atoms of unit norm.
+    """Return the overcomplete discrete cosine dictionary `[n pixels, m atoms]` in float64, atoms of unit norm.
 
-    For square patches (`patch_size = p²`) it is separable: products of the cosines `cos(π i k / K)`, `k < K`, along
-    both axes, with the mean taken off all but the constant one, as in K-SVD. Where `code_size` is no square, the
-    `code_size` atoms of lowest frequency of the next larger square are kept. Other patch sizes get the same cosines
-    along their single axis.
-
-    Args:
-        patch_size: n, the number of pixels of a patch.
-        code_size: m, the number of atoms.
+    For square patches (`n = p²`) it is separable: products of the cosines `cos(π i k / K)`, `k < K`, along both axes,
+    with the mean taken off all but the constant one, as in K-SVD. Where m is no square, the m atoms of lowest frequency
+    of the next larger square are kept. Other patch sizes get the same cosines along their single axis.
     """
     side = math.isqrt(patch_size)
     if side * side != patch_size:
@@ -40,15 +35,8 @@ def tight_cosines(patch_size: int, code_size: int, frames: int = 1) -> Tensor:
     Patches are `frames` squares of side p, `patch_size = frames p²`. The atoms are products of one orthonormal DCT-II
     along time, rows and columns. Up to `code_size = patch_size` they are orthonormal: all of them, or those of lowest
     frequency. Beyond, each axis has the first rows of the DCT-II of K points, K at least the axis' length, and
-    `code_size` is the product of the three K: a Parseval frame.
-
-    Args:
-        patch_size: n, the number of pixels of a patch.
-        code_size: m, the number of atoms.
-        frames: of a patch.
-
-    Raises:
-        InputError: a patch is not so many squares, or no three axes give so many atoms.
+    `code_size` is the product of the three K: a Parseval frame. InputError: a patch is not so many squares, or no three
+    axes give so many atoms.
     """
     side = math.isqrt(patch_size // frames)
     if frames * side * side != patch_size:
@@ -64,13 +52,18 @@ def tight_cosines(patch_size: int, code_size: int, frames: int = 1) -> Tensor:
         )
     volume = torch.ones(1, 1, dtype=torch.float64)
     for length, points in zip(lengths, counts, strict=True):
-        phase = torch.arange(length, dtype=torch.float64).unsqueeze(1) + 0.5
-        axis = torch.cos(math.pi * phase * torch.arange(points, dtype=torch.float64) / points) * math.sqrt(2 / points)
-        axis[:, 0] /= math.sqrt(2)
-        volume = torch.kron(volume, axis)
+        volume = torch.kron(volume, cosine_transform(points)[:, :length].mT.contiguous())
     grid = torch.cartesian_prod(*(torch.arange(points) / points for points in counts))
     kept = torch.argsort(grid.square().sum(1), stable=True)[:code_size].sort().values
     return volume[:, kept].contiguous()
+
+
+def cosine_transform(size: int) -> Tensor:
+    """Return the orthonormal DCT-II `[size, size]` in float64, a frequency a row."""
+    position = torch.arange(size, dtype=torch.float64)
+    matrix = torch.cos(math.pi * (position + 0.5) * position.unsqueeze(1) / size) * math.sqrt(2 / size)
+    matrix[0] /= math.sqrt(2)
+    return matrix
 
 
 def _frequencies(lengths: tuple[int, int, int], atoms: int) -> tuple[int, int, int] | None:

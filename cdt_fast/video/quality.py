@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from cdt_fast.models.dictionary import cosine_transform
 from cdt_fast.video.noise import LEVELS
 
 # The factor of the noise's standard deviation that is customary for hard thresholds of an orthonormal transform.
@@ -58,18 +59,10 @@ def _windows(length: int) -> Tensor:
     return windows
 
 
-def orthonormal_dct(size: int) -> Tensor:
-    """Return the orthonormal DCT-II `[size, size]` in float32, a frequency a row."""
-    position = torch.arange(size, dtype=torch.float64)
-    matrix = torch.cos(math.pi / size * (position + 0.5) * position.unsqueeze(1)) * math.sqrt(2 / size)
-    matrix[0] /= math.sqrt(2)
-    return matrix.to(torch.float32)
-
-
 def dct3d_denoise(frames: Tensor, noise_deviation: float, patch: int) -> Tensor:
     """Threshold the three-dimensional DCT of every patch of frames `[b, T, h, w]`, h and w multiples of `patch`."""
     batch, time, height, width = frames.shape
-    space, transform = orthonormal_dct(patch).to(frames), orthonormal_dct(time).to(frames)
+    space, transform = (cosine_transform(size).to(frames) for size in (patch, time))
     blocks = frames.view(batch, time, height // patch, patch, width // patch, patch)
     coefficients = torch.einsum("fi,btrick,gk->btrfcg", space, blocks, space)
     coefficients = torch.einsum("st,btrfcg->bsrfcg", transform, coefficients)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from cdt_fast.files import read_json
 from cdt_fast.models import DUST
+from cdt_fast.models.dictionary import cosine_transform
 from cdt_fast.tasks import open_run
 from cdt_fast.training.evaluation import judged
 from cdt_fast.training.optimizer import build_constraints
@@ -22,7 +23,7 @@ from cdt_fast.video.evaluation import mean_depth_losses, measure, measure_baseli
 from cdt_fast.video.figures import keep_frames
 from cdt_fast.video.networks import build_network, reconstructed
 from cdt_fast.video.noise import noisy_batches
-from cdt_fast.video.quality import THRESHOLD_FACTOR, dct3d_denoise, dct3d_shifted_denoise, orthonormal_dct
+from cdt_fast.video.quality import THRESHOLD_FACTOR, dct3d_denoise, dct3d_shifted_denoise
 from cdt_fast.video.settings import VideoSettings
 from tests.runs import Config, evaluate_run, load_data
 from tests.tiny import scrolling_clip
@@ -180,7 +181,7 @@ def test_the_final_model_is_judged_as_in_its_training(trained: Any) -> None:
 def test_the_baseline_is_a_hard_threshold_of_the_transform() -> None:
     torch.manual_seed(0)
     frames = torch.rand(2, 3, 16, 24)
-    space, time = orthonormal_dct(8), orthonormal_dct(3)
+    space, time = cosine_transform(8).float(), cosine_transform(3).float()
     torch.testing.assert_close(space @ space.T, torch.eye(8), rtol=0, atol=1e-6)
     torch.testing.assert_close(time[0], torch.full((3,), 3**-0.5))
     found = dct3d_denoise(frames, 0.1, 8)
