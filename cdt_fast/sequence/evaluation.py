@@ -48,7 +48,7 @@ class SequenceEvaluation(Evaluation):
 @torch.no_grad()
 def measure(network: Network, test: EncodedSamples, settings: SequenceSettings) -> dict[str, Any]:
     """Measure accuracy over γ, and the losses of every depth, with perturbed word embeddings, and return the entries of
-    `SequenceEvaluation`. The margin of the accuracy (Wilson's, for independent answers) is too narrow of tokens."""
+    `SequenceEvaluation`. The margin of the accuracy is for independent answers, and too narrow of tokens."""
     levels, training_gamma = [float(gamma) for gamma in settings.evaluation.gammas], sum(settings.noise) / 2
     use_cuda = settings.training.device != "cpu" and torch.cuda.is_available()
     device = torch.device("cuda" if use_cuda else "cpu")
@@ -81,6 +81,7 @@ def measure(network: Network, test: EncodedSamples, settings: SequenceSettings) 
     answers = int(counts.sum())
     losses = {gamma: (sums[gamma].sum(1) / answers).tolist() for gamma in found}
     accuracy = [correct[gamma][-1] / answers for gamma in levels]
+    square = 1.959963984540054**2 / answers  # the normal quantile of 97.5 %, for Wilson's interval
     area = sum((g1 - g0) * (a0 + a1) / 2 for (g0, a0), (g1, a1) in pairwise(zip(levels, accuracy, strict=True)))
     return {
         "layers": network.layers,
@@ -88,7 +89,7 @@ def measure(network: Network, test: EncodedSamples, settings: SequenceSettings) 
         "test_texts": len(test),
         "gamma": levels,
         "accuracy": accuracy,
-        "accuracy_margin": [_margin(fraction, answers) for fraction in accuracy],
+        "accuracy_margin": [math.sqrt(square * (a * (1 - a) + square / 4)) / (1 + square) for a in accuracy],
         "auc": area if len(levels) > 1 else None,
         "depth_accuracy": [[right / answers for right in correct[gamma]] for gamma in levels],
         "depth_loss": [losses[gamma] for gamma in levels],
@@ -106,11 +107,6 @@ def _read(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, tor
     losses = nn.functional.cross_entropy(logits, labels.flatten(), reduction="none", ignore_index=IGNORED)
     right = logits.argmax(-1).view(labels.shape) == labels  # no answer is −100
     return losses.view(labels.shape).sum(1, dtype=torch.float64), right.sum(1)
-
-
-def _margin(fraction: float, answers: int) -> float:
-    square = 1.959963984540054**2 / answers  # the normal quantile of 97.5 %
-    return math.sqrt(square * (fraction * (1 - fraction) + square / 4)) / (1 + square)
 
 
 def accuracy_table(runs: Sequence[EvaluatedRun], heading: str) -> Table:

@@ -19,21 +19,13 @@ from cdt_fast.training.execution import precision_of, to_device
 from cdt_fast.training.optimizer import build_constraints
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.training.task import EvaluatedRun, Report
-from cdt_fast.video import figures
+from cdt_fast.video import evaluation, figures
 from cdt_fast.video.data.windows import VideoData, load_video
-from cdt_fast.video.evaluation import (
-    VideoEvaluation,
-    known_baselines,
-    mean_depth_losses,
-    mean_rmse,
-    measure,
-    measure_baselines,
-)
 from cdt_fast.video.networks import ReconstructionLosses, build_network, device_of, load_network, training_input
 from cdt_fast.video.noise import LEVELS, add_noise_by_window
 from cdt_fast.video.settings import VideoSettings
 
-Evaluation = VideoEvaluation
+Evaluation = evaluation.VideoEvaluation
 SAMPLES = "windows"
 BF16_ON_CPU = FIXED_SHAPES = True
 
@@ -89,12 +81,14 @@ class VideoWorkload:
 
     def validation_losses(self, autocast: torch.dtype | None) -> list[float]:
         with torch.autocast(device_of(self._denoiser).type, autocast, enabled=autocast is not None):
-            return mean_depth_losses(self._denoiser, self._data.validation, self._settings, self._data.sigma)
+            data = self._data
+            return evaluation.mean_depth_losses(self._denoiser, data.validation, self._settings, data.sigma)
 
     def validation_error(self, autocast: torch.dtype | None) -> float | None:
         if self._settings.crops:  # trained on all levels
             return None
-        return mean_rmse(self._denoiser, self._data.validation, self._settings, self._data.sigma, autocast)
+        data = self._data
+        return evaluation.mean_rmse(self._denoiser, data.validation, self._settings, data.sigma, autocast)
 
     def save_model(self, folder: Path) -> None:
         self._denoiser.save_pretrained(folder, overwrite=True)
@@ -119,8 +113,9 @@ def evaluate(folder: RunFolder, settings: VideoSettings, data: VideoData) -> dic
     model = load_network(folder.model, settings.training.device)
     # Crops in float32: their errors at little noise are smaller than what rounding to bfloat16 adds.
     narrow = not settings.crops and precision_of(settings, device_of(model), BF16_ON_CPU) == "bf16"
-    measured = measure(model, data, settings, torch.bfloat16 if narrow else None)
-    measured |= known_baselines(folder, data, settings) or measure_baselines(data, settings, device_of(model))
+    measured = evaluation.measure(model, data, settings, torch.bfloat16 if narrow else None)
+    known = evaluation.known_baselines(folder, data, settings)
+    measured |= known or evaluation.measure_baselines(data, settings, device_of(model))
     figures.keep_frames(folder.frames, model, data, settings)
     return measured
 
@@ -151,15 +146,15 @@ def report(runs: Sequence[EvaluatedRun]) -> Report:
 
 def doubts(folder: RunFolder, settings: VideoSettings) -> str:
     """Say what speaks against the model of a run; nothing where its evaluation calls it a success."""
-    evaluation = read_json(folder.evaluation, VideoEvaluation) if folder.evaluation.exists() else None
-    evaluated, steps = 0 if evaluation is None else evaluation.trained_steps, settings.training.steps
+    values = read_json(folder.evaluation, Evaluation) if folder.evaluation.exists() else None
+    evaluated, steps = 0 if values is None else values.trained_steps, settings.training.steps
     step, words = max(saved_step(folder.checkpoint), evaluated), []  # a copied run may lack its checkpoint
     if step < steps:
         words.append(f"is not finished (step {step:,} of {steps:,})")
-    if evaluation is None:
+    if values is None:
         words.append("was never evaluated")
     elif step > evaluated:
         words.append(f"was trained further since its evaluation (after step {evaluated:,})")
-    elif evaluation.success is False:
-        words.append(f"is {evaluation.verdict}")
+    elif values.success is False:
+        words.append(f"is {values.verdict}")
     return " and ".join(words)
