@@ -1,8 +1,5 @@
-"""Entry point for setuptools; all metadata is in pyproject.toml.
-
-`cdt_fast/kernels`, `cdt_fast/models` and `cdt_fast/bench` are links to the top-level folders, which are installed below
-`cdt_fast`: a top-level package called `kernels` would shadow the library of that name which transformers looks for.
-"""
+"""Entry point for setuptools; all metadata is in pyproject.toml. What `cdt_fast` links to is installed below it: a
+top-level package called `kernels` would shadow the library of that name which transformers looks for."""
 
 from setuptools import setup
 

@@ -3,19 +3,16 @@
     S_ij = z_iᵀ z_j (− ½‖z_j‖² with `energy`),   A = softmax_rows(β S),   O = A V
     dA = dO Vᵀ,   dS = A ∘ (dA − rowsum(A ∘ dA)),   dZ = β (dS + dSᵀ) z,   dV = Aᵀ dO
 
-**Packed**, up to 64 tokens: several whole sequences a tile, so that few of its rows are idle. The scores of a tile are
-one square of registers, block diagonal by a mask, so the backward needs nothing but its inputs, and every width is
-taken in chunks.
+**Packed**, up to 64 tokens: several whole sequences a tile. Its scores are one square of registers, block diagonal by a
+mask, so the backward needs nothing but its inputs, and every width is taken in chunks.
 
 **Streaming**: a block of rows reads the tokens of its sequence, with λ_i the row's log-sum-exp:
 
     O_i = Σ_j exp(β S_ij − λ_i) V_j,   dS_ij = A_ij (dO_iᵀ V_j − δ_i),   δ_i = dO_iᵀ O_i
 
-In 16 bits `dO_iᵀ V_j − δ_i` is a small difference of large numbers if the tokens of a sequence are much alike, and two
-things would spoil it: O as it was rounded, and weights that were rounded for a product and do not add up to one. So O
-is divided by the sum of the rounded weights, and what rounding took from it is kept as a remainder for δ. The scores
-are symmetric, so one block of rows owns its rows of both gradients: S, dO_i V_jᵀ and its mirror V_i dO_jᵀ, and the two
-sums are five products a pair of tiles, without a second kernel or atomics.
+In 16 bits `dO_iᵀ V_j − δ_i` is a small difference of large numbers if the tokens of a sequence are much alike. So O is
+divided by the sum of the rounded weights, and what rounding took from it is kept as a remainder for δ. The scores are
+symmetric, so one block of rows owns its rows of both gradients, in five products a pair of tiles, without atomics.
 
 With `values` None V is z, and dZ is the sum of both gradients.
 """

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch.autograd import forward_ad
+from torch.torch_version import TorchVersion
 from torch.utils._pytree import tree_map_only
 
 from cdt_fast.checks import InputError, check_choice, check_non_negative, check_number
@@ -81,13 +82,6 @@ def _constant(function: Function) -> Function:
     """`torch.compiler.assume_constant_result`, without importing the compiler and Triton with it."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
-
-
-def triton_version() -> tuple[int, ...]:
-    """Return the first two numbers of the version of Triton."""
-    import triton
-
-    return tuple(int(number) for number in re.findall(r"\d+", triton.__version__)[:2])
 
 
 def interpreting() -> bool:
@@ -163,7 +157,7 @@ def blocks_for(table: BlockTable, tensor: Tensor, size: int = 0, multiplies: boo
     # Triton's default for fusing products and sums differs between versions.
     precision = {"PRECISION": dot_precision(tensor.dtype)} if multiplies else {}
     # For a B200, the compiler of Triton 3.5 fails on pipelined loops with two products.
-    fails = blackwell and triton_version() < (3, 6)
+    fails = blackwell and TorchVersion(importlib.import_module("triton").__version__) < "3.6"
     return {"enable_fp_fusion": True, **precision, **row, **({"num_stages": 1} if fails else {})}
 
 
@@ -252,7 +246,8 @@ def or_plain_torch(op: str, tensor: Tensor) -> Iterator[Any]:
         # Triton's is a RuntimeError.
         memory = isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
         first = key not in _worked and not memory and not isinstance(error, (InputError, TypeError))
-        if _setting == "triton" or interpreting() or not (first or _from_the_compiler(error)):
+        kinds = " ".join(kind.__name__ for kind in type(error).__mro__)
+        if _setting == "triton" or interpreting() or not (first or _COMPILER_ERRORS.search(f"{kinds}: {error}")):
             raise
         if key not in _disabled:
             _disabled.add(key)
@@ -269,11 +264,6 @@ def words_of(error: BaseException) -> str:
     reason = next(line.strip(" .") for line in reversed(words.splitlines()) if line.strip())
     remedy = next((text for pattern, text in _REMEDIES.items() if re.search(pattern, words)), "")
     return reason + f". To run them, {remedy}" * bool(remedy)
-
-
-def _from_the_compiler(error: BaseException) -> bool:
-    names = " ".join(kind.__name__ for kind in type(error).__mro__)
-    return _COMPILER_ERRORS.search(f"{names}: {error}") is not None
 
 
 def explain() -> str:

@@ -235,26 +235,21 @@ def _check(
         common.check_tensor("bias", bias, 1, "[V]", weight.shape[:1], "one number a row of weight")
     common.check_together(**{f"hidden_states[{n}]": hidden for n, hidden in enumerate(hidden_states)}, weight=weight)
     common.check_together(weight=weight, bias=bias)
-    if isinstance(targets, Tensor):
-        _check_targets("targets", targets, first)
-        return
-    if not isinstance(targets, Sequence) or len(targets) != len(hidden_states):
-        raise InputError(
-            f"targets must be an int64 tensor with one target a token, or a list of {len(hidden_states)}, one a depth, "
-            f"got {f'a list of {len(targets)}' if isinstance(targets, Sequence) else common.describe(targets)}"
-        )
-    for depth, own in enumerate(targets):
-        _check_targets(f"targets[{depth}]", own, first)
-        if own.device != targets[0].device:
-            raise InputError(f"targets[{depth}] is on {own.device} but targets[0] is on {targets[0].device}")
-
-
-def _check_targets(name: str, targets: Tensor, hidden: Tensor) -> None:
-    if not isinstance(targets, Tensor) or targets.dtype != torch.int64:
-        raise InputError(f"{name} must be an int64 tensor with one target a token, got {common.describe(targets)}")
-    common.check_shape(name, targets, hidden.shape[:-1], "one target a token")
-    if targets.device != hidden.device and targets.device.type != "cpu":
-        raise InputError(f"{name} is on {targets.device} but hidden_states[0] is on {hidden.device}: move one of them")
+    expected = "an int64 tensor with one target a token"
+    given: dict[str, Any] = {"targets": targets}
+    if not isinstance(targets, Tensor):
+        if not isinstance(targets, Sequence) or len(targets) != len(hidden_states):
+            found = f"a list of {len(targets)}" if isinstance(targets, Sequence) else common.describe(targets)
+            raise InputError(f"targets must be {expected}, or a list of {len(hidden_states)}, one a depth, got {found}")
+        given = {f"targets[{depth}]": own for depth, own in enumerate(targets)}
+    for name, own in given.items():
+        if not isinstance(own, Tensor) or own.dtype != torch.int64:
+            raise InputError(f"{name} must be {expected}, got {common.describe(own)}")
+        common.check_shape(name, own, first.shape[:-1], "one target a token")
+        if own.device != first.device and own.device.type != "cpu":
+            raise InputError(f"{name} is on {own.device} but hidden_states[0] is on {first.device}: move one of them")
+        if own.device != (of_first := next(iter(given.values())).device):
+            raise InputError(f"{name} is on {own.device} but targets[0] is on {of_first}")
 
 
 def _check_shard(shard: HeadShard | None, weight: Tensor) -> int:

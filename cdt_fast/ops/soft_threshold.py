@@ -10,8 +10,6 @@ from cdt_fast.ops import common
 def soft_threshold(x: Tensor, threshold: float | Tensor) -> Tensor:
     """Shrinkage `S_θ(x) = sign(x) · max(|x| − θ, 0)`, the proximal operator of `θ‖x‖₁`.
 
-    torch's own kernel reads x once and writes once, in each direction: a kernel of ours could fuse nothing.
-
     Args:
         x: a floating-point tensor of any shape and strides.
         threshold: θ ≥ 0, a number, or a tensor that broadcasts against `x` (its gradient is computed too; its sign is
@@ -27,7 +25,7 @@ def soft_threshold(x: Tensor, threshold: float | Tensor) -> Tensor:
     common.check_tensor("x", x, 0, "of any shape")
     if not isinstance(threshold, Tensor):
         threshold = common.check_factor("threshold", threshold, non_negative=True, dtype=x.dtype)
-        # torch's kernel has gradient 0 at x = 0 for a threshold of 0 too, where it is 1.
+        # By torch's own kernel: one of ours could fuse nothing. For a threshold of 0 it has gradient 0 at x = 0, not 1.
         return torch.nn.functional.softshrink(x, common.held(threshold, x.dtype)) if threshold else x.clone()
     common.check_tensor("threshold", threshold, 0, "or a number")
     if x.dim() < threshold.dim() or any(
