@@ -380,9 +380,7 @@ def forward(
     output = torch.empty_like(z if values is None else values)
     remainder = torch.empty_like(output) if keep_remainder else None
     log_sum_exp = z.new_empty(z.shape[:-1], dtype=torch.float32)
-    if not sequences or not tokens:
-        return output, log_sum_exp, remainder
-    if tokens <= LONGEST:
+    if sequences and 0 < tokens <= LONGEST:
         per_tile = blocks["ROWS"] // tokens
         packed_forward_kernel[(triton.cdiv(sequences, per_tile),)](
             *(z, z if values is None else values, output, log_sum_exp, lengths),
@@ -393,19 +391,19 @@ def forward(
             ENERGY=energy,
             **blocks,
         )
-        return output, log_sum_exp, remainder
-    blocks_per_sequence = triton.cdiv(tokens, blocks["ROWS"])
-    norms = row_dots(z, z) if energy else None
-    streaming_forward_kernel[(sequences * blocks_per_sequence,)](
-        *(z, values, norms, output, remainder, log_sum_exp, lengths),
-        *(tokens, blocks_per_sequence),
-        scale,
-        WIDTH=width,
-        VALUE_WIDTH=value_width,
-        BLOCK_WIDTH=block_width(width),
-        BLOCK_VALUE_WIDTH=block_width(value_width),
-        **blocks,
-    )
+    elif sequences and tokens:
+        blocks_per_sequence = triton.cdiv(tokens, blocks["ROWS"])
+        norms = row_dots(z, z) if energy else None
+        streaming_forward_kernel[(sequences * blocks_per_sequence,)](
+            *(z, values, norms, output, remainder, log_sum_exp, lengths),
+            *(tokens, blocks_per_sequence),
+            scale,
+            WIDTH=width,
+            VALUE_WIDTH=value_width,
+            BLOCK_WIDTH=block_width(width),
+            BLOCK_VALUE_WIDTH=block_width(value_width),
+            **blocks,
+        )
     return output, log_sum_exp, remainder
 
 
@@ -429,9 +427,7 @@ def backward(
     value_width = grad_output.shape[-1]
     grad_z = torch.empty_like(z) if needs_z else None
     grad_values = torch.empty_like(values) if needs_values and values is not None else None
-    if not sequences or not tokens:
-        return grad_z, grad_values
-    if tokens <= LONGEST:
+    if sequences and 0 < tokens <= LONGEST:
         per_tile = blocks["ROWS"] // tokens
         packed_backward_kernel[(triton.cdiv(sequences, per_tile),)](
             *(z, z if values is None else values, grad_output, grad_z, grad_values, lengths),
@@ -443,20 +439,20 @@ def backward(
             TIED=values is None,
             **blocks,
         )
-        return grad_z, grad_values
-    blocks_per_sequence = triton.cdiv(tokens, blocks["ROWS"])
-    norms = row_dots(z, z) if energy else None
-    delta = row_dots(grad_output, output, remainder) if needs_z else None
-    streaming_backward_kernel[(sequences * blocks_per_sequence,)](
-        *(z, values, norms, grad_output, log_sum_exp, delta, grad_z, grad_values, lengths),
-        *(tokens, blocks_per_sequence),
-        scale,
-        WIDTH=width,
-        VALUE_WIDTH=value_width,
-        BLOCK_WIDTH=block_width(width),
-        BLOCK_VALUE_WIDTH=block_width(value_width),
-        **blocks,
-    )
+    elif sequences and tokens:
+        blocks_per_sequence = triton.cdiv(tokens, blocks["ROWS"])
+        norms = row_dots(z, z) if energy else None
+        delta = row_dots(grad_output, output, remainder) if needs_z else None
+        streaming_backward_kernel[(sequences * blocks_per_sequence,)](
+            *(z, values, norms, grad_output, log_sum_exp, delta, grad_z, grad_values, lengths),
+            *(tokens, blocks_per_sequence),
+            scale,
+            WIDTH=width,
+            VALUE_WIDTH=value_width,
+            BLOCK_WIDTH=block_width(width),
+            BLOCK_VALUE_WIDTH=block_width(value_width),
+            **blocks,
+        )
     return grad_z, grad_values
 
 

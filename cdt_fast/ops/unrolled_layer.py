@@ -354,13 +354,9 @@ def _backward(
     *needs, needs_next = ctx.needs_input_grad[:5]
     # The codes alone do not depend on the next dictionary.
     needs.append(needs_next and (grad_projection is not None or grad_error is not None))
-    return _gradients(
-        *ctx.saved_tensors,
-        None if grad_codes is None else grad_codes.contiguous(),
-        None if grad_projection is None else grad_projection.contiguous(),
-        grad_error,
-        *(ctx.step, ctx.scale, ctx.nonlinearity, ctx.projection_given, ctx.backend, needs),
-    )
+    upstream: Any = (None if each is None else each.contiguous() for each in (grad_codes, grad_projection, grad_error))
+    options = ctx.step, ctx.scale, ctx.nonlinearity, ctx.projection_given, ctx.backend, needs
+    return _gradients(*ctx.saved_tensors, *upstream, *options)
 
 
 _whole_layer = common.differentiable("unrolled_layer", _forward, _forward_fake, _setup_context, _backward)

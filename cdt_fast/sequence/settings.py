@@ -84,7 +84,6 @@ class SequenceSettings(shared.RunSettings):
     """The settings that both tasks share."""
 
     def needs(self) -> list[tuple[bool, str, str]]:
-        """As `RunSettings.needs`."""
         return [*super().needs(), (self.training.steps is None, "steps is none", "epochs")]
 
 
@@ -99,7 +98,6 @@ class TextSettings(SequenceSettings):
     training: TextTrainingSettings = Field(default_factory=TextTrainingSettings)
 
     def needs(self) -> list[tuple[bool, str, str]]:
-        """As `RunSettings.needs`."""
         own = self.model.model == UNROLLED
         return [
             *super().needs(),
