@@ -63,10 +63,11 @@ def check_fraction(name: str, value: Any) -> float:
     return check_number(name, value, "a number in [0, 1)", lambda number: 0 <= number < 1)
 
 
-def check_integer(name: str, value: Any, least: int) -> int:
-    """Return `value` as an int, or raise InputError: it is not a whole number of at least `least`."""
-    if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
-        raise InputError(f"{name} must be an integer >= {least}, got {value!r}")
+def check_integer(name: str, value: Any, least: int, most: float = math.inf) -> int:
+    """Return `value` as an int, or raise InputError: it is not a whole number of at least `least`, at most `most`."""
+    if not isinstance(value, Integral) or isinstance(value, bool) or not least <= int(value) <= most:
+        expected = f">= {least}" if most == math.inf else f"from {least} to {most}"
+        raise InputError(f"{name} must be an integer {expected}, got {value!r}")
     return int(value)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from cdt_fast import ops
 from cdt_fast.checks import InputError, check_integer
 from cdt_fast.models.dictionary import tight_cosines
-from cdt_fast.models.pretrained import PretrainedModel, check_depth
+from cdt_fast.models.pretrained import PretrainedModel
 from cdt_fast.ops import common
 
 # What training starts from. The first layer's features are the noisy tokens themselves, whose distances say little: it
@@ -82,7 +82,7 @@ class DenoisingDUST(PretrainedModel):
         signal = (noisy - mean).to(dtype)
 
         def refine(level: int, estimate: Tensor) -> tuple[Tensor, Tensor]:
-            check_depth("level", level, 1, self.layers)
+            check_integer("level", level, 1, self.layers)
             common.check_shape("estimate", estimate, tuple(noisy.shape), "as noisy")
             layer, features, mixed = level - 1, signal, signal
             thresholds = self.log_thresholds[layer].exp()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from cdt_fast import ops
 from cdt_fast.checks import InputError, check_choice, check_integer
 from cdt_fast.models.dictionary import overcomplete_dct, squared_spectral_norm
-from cdt_fast.models.pretrained import PretrainedModel, check_depth
+from cdt_fast.models.pretrained import PretrainedModel
 from cdt_fast.ops import common
 
 READOUTS = ("own", "next")
@@ -80,7 +80,7 @@ class DUST(PretrainedModel):
 
         Depth 0 reads the initial codes; later layers cost nothing. InputError: a wrong shape, or no depth in 0..layers.
         """
-        depth = self.layers if depth is None else check_depth("depth", depth, 0, self.layers)
+        depth = self.layers if depth is None else check_integer("depth", depth, 0, self.layers)
         self._check(noisy)
         *_, (reconstruction, _) = self._depths(noisy, depth, read_all=False)
         return reconstruction

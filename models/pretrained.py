@@ -17,13 +17,6 @@ from cdt_fast.models.transformers_weights import check_finite
 _classes: dict[str, type[PretrainedModel]] = {}
 
 
-def check_depth(name: str, depth: Any, least: int, layers: int) -> int:
-    """Return `depth`, or raise an InputError if it is not a whole number from `least` to `layers`."""
-    if not isinstance(depth, int) or isinstance(depth, bool) or not least <= depth <= layers:
-        raise InputError(f"{name} must be a whole number from {least} to {layers}, got {depth!r}")
-    return depth
-
-
 class PretrainedModel(nn.Module):
     """A module that is rebuilt from its `config`, the keyword arguments of its constructor."""
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from cdt_fast import ops
 from cdt_fast.checks import InputError, check_integer
-from cdt_fast.models.pretrained import PretrainedModel, check_depth
+from cdt_fast.models.pretrained import PretrainedModel
 from cdt_fast.ops import common
 
 
@@ -100,7 +100,7 @@ class TextUT(PretrainedModel):
             InputError: a wrong shape, dtype or device; `depth` not in 0..layers; on the CPU an id outside the
                 vocabulary, or a text without tokens (which is read as zeros on a GPU, without a host sync).
         """
-        depth = self.layers if depth is None else check_depth("depth", depth, 0, self.layers)
+        depth = self.layers if depth is None else check_integer("depth", depth, 0, self.layers)
         (states,) = deque(self._depths(tokens, depth, lengths), maxlen=1)
         return self.head(states())
 

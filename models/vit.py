@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from cdt_fast import ops
 from cdt_fast.checks import InputError, check_choice, check_integer, check_positive, require
 from cdt_fast.files import read_json
-from cdt_fast.models.pretrained import PretrainedModel, check_depth
+from cdt_fast.models.pretrained import PretrainedModel
 from cdt_fast.models.transformers_weights import load_complete, named_errors
 from cdt_fast.ops.common import LayerwiseLosses, check_shape, check_tensor, check_together
 
@@ -139,7 +139,7 @@ class DenoisingViT(PretrainedModel):
 
         Depth 0 reads the embeddings; later blocks cost nothing. InputError: a wrong shape, or no depth in 0..layers.
         """
-        depth = self.layers if depth is None else check_depth("depth", depth, 0, self.layers)
+        depth = self.layers if depth is None else check_integer("depth", depth, 0, self.layers)
         self._check(noisy)
         (states,) = deque(self._states(noisy, depth), maxlen=1)
         return self._read(states, noisy)

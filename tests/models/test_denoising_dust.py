@@ -131,7 +131,7 @@ def test_inputs_that_do_not_fit() -> None:
         model.refinement(noisy[..., :5])
     refine = model.refinement(noisy)
     for level in (0, LAYERS + 1, 1.0):
-        with pytest.raises(InputError, match=f"level must be a whole number from 1 to {LAYERS}, got {level}"):
+        with pytest.raises(InputError, match=f"level must be an integer from 1 to {LAYERS}, got {level}"):
             refine(level, noisy)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="estimate must have shape"):
         refine(1, noisy[:1])

@@ -154,7 +154,7 @@ def test_torch_compile_sees_one_graph(
 
 @pytest.mark.parametrize("depth", [-1, LAYERS + 1, 1.0, "1"])
 def test_a_depth_that_is_not_there(depth: Any) -> None:
-    with pytest.raises(InputError, match=rf"depth must be a whole number from 0 to {LAYERS}, got {depth!r}"):
+    with pytest.raises(InputError, match=rf"depth must be an integer from 0 to {LAYERS}, got {depth!r}"):
         built(models.DUST)(pictures(2)[0], depth=depth)
 
 
