@@ -3,7 +3,8 @@
 `ops` holds the fused operations, `models` the networks built on them, `DescentConstraints` the constraints that make
 every layer descend. `attach_layer_losses` gives a transformers model the losses of its depths; `with_descent` and
 `DescentCallback` train it under constraints in transformers' Trainer, TRL's SFTTrainer and Lightning; `perturbed` adds
-noise to its word embeddings. Training, data and the command line are in the submodules of their names.
+noise to its word embeddings. `denoise` removes the noise of a video. Training, data and the command line are in the
+submodules of their names.
 """
 
 import importlib
@@ -18,11 +19,12 @@ if TYPE_CHECKING:
     from cdt_fast.integrations.transformers_trainer import with_descent
     from cdt_fast.models.layer_losses import LayerLosses, attach_layer_losses
     from cdt_fast.sequence.perturbation import perturbed
+    from cdt_fast.video.denoising import denoise
 
 __version__ = "0.1.0"
 
 __all__ = ["DescentCallback", "DescentConstraints", "FeasibilityReport", "InputError", "LayerLosses", "MissingExtra"]
-__all__ += ["attach_layer_losses", "models", "ops", "perturbed", "with_descent"]
+__all__ += ["attach_layer_losses", "denoise", "models", "ops", "perturbed", "with_descent"]
 
 # Where the names are. Imported when they are asked for: torch alone takes a second or two, for which
 # `cdt-fast --help` need not wait.
@@ -34,6 +36,7 @@ _PLACES = {
     "integrations.transformers_trainer": ("with_descent",),
     "models.layer_losses": ("LayerLosses", "attach_layer_losses"),
     "sequence.perturbation": ("perturbed",),
+    "video.denoising": ("denoise",),
 }
 
 
@@ -47,4 +50,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted([*__all__, "__version__"])

@@ -96,7 +96,7 @@ def call(capsys: pytest.CaptureFixture[str]) -> Callable[..., CommandResult]:
 @pytest.fixture
 def quick_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stand in for the pictures where a test is about something else."""
-    monkeypatch.setattr(report, "write_pictures", lambda *_: [])
+    monkeypatch.setattr(report, "drawn_pictures", lambda *_: [])
 
 
 @pytest.fixture

@@ -132,13 +132,14 @@ def test_training_prints_tables_a_verdict_and_the_report(
     answer = call("train", "video", clip, "--out", run, *tiny_arguments())
     assert answer.status == 0
     assert "\r" not in answer.err
-    assert "DCT 8x8" in answer.out
-    assert answer.out.split("\n\n")[-2].startswith("run ")
+    first, *others = answer.out.strip().split("\n\n")[0].splitlines()
+    assert first.split("  ")[-1] == "than plain training"
+    assert [line.split("  ")[0] for line in others[1:]] == ["the input", "3-D DCT", "run (constrained, chain, untied)"]
     evaluation = read_json(run / "evaluation.json")
     assert evaluation["verdict"].startswith("no success: ")  # of six steps
     assert evaluation["report"]["text"] not in answer.out
-    assert answer.out.splitlines()[-1] == f"report: {run / 'report.md'}"
-    names = "config.toml metrics.jsonl model checkpoint evaluation.json report.md frames.safetensors"
+    assert answer.out.splitlines()[-1] == f"report: {run / 'report.html'}"
+    names = "config.toml metrics.jsonl model checkpoint evaluation.json report.html frames.safetensors"
     assert {path.name for path in run.iterdir()} == {*names.split()}
     assert "holds a run already" in call("train", "video", clip, "--out", run, *tiny_arguments()).line()
 
@@ -148,8 +149,9 @@ def test_evaluate_measures_at_the_levels_that_are_given(call: Call, copied_run: 
     assert answer.status == 0
     assert answer.err == ""
     assert read_json(copied_run.evaluation)["gamma"] == [0.1, 0.2, 0.3]
-    assert "γ 0.3" in answer.out
-    assert "--gammas 0.1,0.2,0.3` makes this report." in (copied_run.path / "report.md").read_text()
+    text = (copied_run.path / "report.html").read_text()
+    assert "<th>γ 0.3</th>" in text
+    assert "--gammas 0.1,0.2,0.3</code> makes this page." in text
     for words, message in (("-1", "must be greater than or equal to 0"), ("25", "reaches 25 standard deviations")):
         assert f"[evaluation] gammas {message}" in call("evaluate", copied_run.path, f"--gammas={words}").line()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +54,8 @@ def test_every_run_is_trained_measured_and_compared_and_only_once(call: Call, cl
     out = tmp_path / "out"
     first = call("reproduce", "tiny", clip, "--out", out)
     assert first.status == 0, first
-    assert sorted(path.name for path in out.iterdir()) == sorted([*RUNS, "comparison", "results.md"])
-    text = (out / "comparison" / "report.md").read_text()
+    assert sorted(path.name for path in out.iterdir()) == sorted([*RUNS, "comparison", "results.html"])
+    text = (out / "comparison" / "report.html").read_text()
     assert all(f"{name} (" in text for name in RUNS)
     assert [line for line in first.err.splitlines() if line.startswith("run ")] == [
         f"run {number} of 4: {out / name}" for number, name in enumerate(RUNS, 1)
@@ -64,7 +65,7 @@ def test_every_run_is_trained_measured_and_compared_and_only_once(call: Call, cl
 
     # One run was stopped before it was measured: nothing but that is done again.
     (out / RUNS[1] / "evaluation.json").unlink()
-    (out / RUNS[2] / "report.md").unlink()  # killed while it was written
+    (out / RUNS[2] / "report.html").unlink()  # killed while it was written
     second = call("reproduce", "tiny", clip, "--out", out)
     assert second.status == 0, second
     said = [line.partition(str(out))[2] for line in second.err.splitlines() if line.startswith("run ")]
@@ -107,22 +108,23 @@ def test_two_processes_share_the_runs_of_a_folder(call: Call, clip: Path, tmp_pa
     """A run that another process trains is passed over; the process that ends last compares them."""
     out = tmp_path / "out"
     assert call("reproduce", "tiny", clip, "--out", out, "--runs", "plain", "--seeds", "0").status == 0
-    (out / "results.md").unlink()
-    (out / "plain-0" / "report.md").unlink()  # the other process is about to write it
+    (out / "results.html").unlink()
+    (out / "plain-0" / "report.html").unlink()  # the other process is about to write it
     with RunFolder(out / "plain-0").lock():
         answer = call("reproduce", "tiny", clip, "--out", out, "--seeds", "0")
     assert answer.status == 0, answer
     assert answer.out.splitlines()[-1] == "another process trains plain-0, and compares the runs after that"
-    assert (out / "constrained-0" / "report.md").exists()
-    assert not (out / "results.md").exists()
+    assert (out / "constrained-0" / "report.html").exists()
+    assert not (out / "results.html").exists()
     answer = call("reproduce", "tiny", clip, "--out", out, "--seeds", "0")
     assert answer.err.startswith("1 of 2 runs to train: about ")
-    rows = [[word.strip() for word in line.split("|")[1:-1]] for line in (out / "results.md").read_text().splitlines()]
+    lines = (out / "results.html").read_text().splitlines()
+    rows = [re.findall("<t[hd]>([^<]*)</t[hd]>", line) for line in lines if line.startswith("<tr>")]
     assert rows[0] == ["mean RMSE", "layers", "γ", "the paper", "here", "seeds", "feasible", "every layer descends"]
-    assert [row[0] for row in rows[2:]] == ["plain", "constrained"]
-    assert [row[1:4] for row in rows[2:]] == [["2", "0.15", ""]] * 2
+    assert [row[0] for row in rows[1:]] == ["plain", "constrained"]
+    assert [row[1:4] for row in rows[1:]] == [["2", "0.15", ""]] * 2
     expected = [open_evaluated(out / f"{name}-0").evaluation.mean_rmse for name in ("plain", "constrained")]
-    assert [row[4] for row in rows[2:]] == [f"{value:.3f}" for value in expected]
+    assert [row[4] for row in rows[1:]] == [f"{value:.3f}" for value in expected]
 
 
 def test_another_data_set_is_refused_before_anything_is_trained(
@@ -178,7 +180,7 @@ def test_a_folder_with_a_run_of_other_settings_is_left_alone(
     [
         (["film", "clip"], "there is no experiment 'film'; known: ablation"),
         (["video", "clip", "--seeds", "0,a"], "argument --seeds: invalid numbers value: '0,a'"),
-        (["video", "clip", "--runs", "tied,deep"], "--runs must be of tied, untied, constrained, got 'deep'"),
+        (["video", "clip", "--runs", "plain,deep"], "--runs must be of plain-tied, plain, constrained, got 'deep'"),
         (["video", "clip", "--layers", "7"], "--layers must be of none, got 7"),
         (["paper-encoder", "imdb"], "--model is missing, the folder of the network that paper-encoder trains"),
         (["paper-dust", "ped2", "--model", "vit"], "--model: paper-dust takes no pretrained network"),

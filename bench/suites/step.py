@@ -57,7 +57,7 @@ class Work:
 
 def cases(device: torch.device, size: str) -> Iterator[Case]:
     """The steps of DUST and VideoUT, of which the first is also compiled."""
-    sequences, toy = {"toy": 4, "cpu": 400, "gpu": 3200}[size], TOY if size == "toy" else {}
+    sequences, toy = {"toy": 4, "demo": 100, "cpu": 400, "gpu": 3200}[size], TOY if size == "toy" else {}
     untied = {**toy, "tied": False}
     for number, work in enumerate(
         (

@@ -2,6 +2,7 @@
 
 import argparse
 import itertools
+import os
 import shlex
 import sys
 from contextlib import suppress
@@ -9,15 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cdt_fast import experiments, tasks
+from cdt_fast import experiments, page, tasks
 from cdt_fast.checks import InputError, printable
-from cdt_fast.files import write_text
-from cdt_fast.tables import as_markdown, as_text
+from cdt_fast.tables import as_text
 from cdt_fast.tasks import TASKS
 from cdt_fast.training.interruption import Interrupted
 from cdt_fast.training.run_folder import RunFolder, RunInUse
 from cdt_fast.training.settings import SECTIONS, RunSettings
-from cdt_fast.video.settings import VideoSettings
 
 # What computes is imported in the commands: torch takes seconds, for which help and a refusal need not wait. `train`
 # and `reproduce` import it before there is a folder: a signal meanwhile must leave no empty run behind.
@@ -80,8 +79,8 @@ def reproduce(options: argparse.Namespace) -> None:
         folders = [str(run.path) for run in planned if run.cell == cell]
         compare(argparse.Namespace(folders=folders, out=str(out / "comparison" / cell.name)))
     table = running.results_table(experiment, planned)
-    write_text(out / "results.md", as_markdown(table))
-    print(f"\n{as_text(table)}\n{out / 'results.md'}")
+    page.write_page(out / "results.html", experiment.title, [page.table(table)])
+    print(f"\n{as_text(table)}\n{out / 'results.html'}")
 
 
 def _train_and_evaluate(run: RunFolder, settings: RunSettings, data: Any = None, *, resumed: bool) -> None:
@@ -112,23 +111,13 @@ def evaluate(options: argparse.Namespace) -> None:
         return
     if options.gammas is not None:
         raise InputError("--gammas and --clips cannot be given together: clips are measured at noise of 10 to 50")
-    from cdt_fast.video.comparison import as_table, compare_denoisers
+    from cdt_fast.video import comparison
+    from cdt_fast.video.denoising import open_denoiser
 
-    print(as_text(as_table(compare_denoisers(*_denoiser(options.folder)[:2], options.clips))))
-
-
-def _denoiser(folder: str | None) -> tuple[Any, Any, str]:
-    """Return the network of a run, or the one that comes with the package, its settings, and doubts about it."""
-    run, settings = (None, VideoSettings()) if folder is None else tasks.open_run(folder)
-    if settings.task != "video":
-        raise InputError(f"{folder}: is a run of `train {settings.task}`; only runs on video denoise")
-    from cdt_fast.video import networks
-    from cdt_fast.video.task import doubts
-
-    if run is None:
-        return networks.load_network(networks.SHIPPED), settings, ""
-    doubted = doubts(run, settings)
-    return networks.load_network(run.model, settings.training.device), settings, doubted and f"{run.path}: {doubted}"
+    command = shlex.join(["cdt-fast", "evaluate", *filter(None, [options.folder]), "--clips", *options.clips])
+    found = comparison.compare_denoisers(*open_denoiser(options.folder)[:2], comparison.read_clips(options.clips))
+    comparison.write_report(options.out, found, command)
+    print(f"{as_text(comparison.as_table(found))}\nreport: {options.out}")
 
 
 def _evaluate(run: RunFolder, settings: RunSettings, data: Any = None, gammas: str | None = None) -> None:
@@ -152,17 +141,16 @@ def compare(options: argparse.Namespace) -> None:
 def _report(runs: list[Any], folder: str | Path, command: str) -> None:
     from cdt_fast.training import report
 
-    for table in (*runs[0].task.report(runs).tables, report.verdict_table(runs)):
-        print("\n" + as_text(table))
-    print("", *report.remarks(runs), f"report: {report.write_report(folder, runs, command)}", sep="\n")
+    print(f"\n{as_text(report.verdict_table(runs))}\n")
+    print(*report.remarks(runs), f"report: {report.write_report(folder, runs, command)}", sep="\n")
 
 
 def denoise(options: argparse.Namespace) -> None:
     """Denoise a video."""
-    model, settings, caution = _denoiser(options.run_folder)
-    from cdt_fast.video.denoising import denoise_video
+    from cdt_fast.video.denoising import denoise_video, open_denoiser
 
-    chosen = {name: getattr(options, name) for name in ("depth", "sigma", "grids", "overwrite")}
+    model, settings, caution = open_denoiser(options.run_folder)
+    chosen = {name: getattr(options, name) for name in ("depth", "sigma", "grids", "overwrite", "part")}
     written = denoise_video(model, settings, options.source, options.target, caution=caution, **chosen)
     for note in written["notes"]:
         print(f"cdt-fast: note: {printable(note)}", file=sys.stderr)
@@ -173,11 +161,25 @@ def denoise(options: argparse.Namespace) -> None:
     )
 
 
+def demo(options: argparse.Namespace) -> None:
+    """Show what the package is worth."""
+    _silence_torch()
+    from cdt_fast import demo as shown
+
+    shown.run(options.clip, Path(options.out))
+
+
 def bench(options: argparse.Namespace) -> int:
     """Run the bench."""
+    _silence_torch()
     from cdt_fast.bench.run import run_command
 
     return run_command(options)
+
+
+def _silence_torch() -> None:
+    """Keep torch's own logs off the terminal; read when torch is imported."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 def info(options: argparse.Namespace) -> None:

@@ -70,6 +70,9 @@ def build_parser() -> Parser:
     add("--gammas", metavar="LIST", help=text)
     text = "measure a denoiser of video on these clean clips, beside other denoisers: PSNR, SSIM, time a frame"
     add("--clips", nargs="+", metavar="CLIP", help=text)
+    add(
+        "--out", default="clips.html", metavar="FILE", help="with --clips: page of the table and a picture (clips.html)"
+    )
 
     text = "set runs side by side: tables, and a report with pictures"
     add = _command(shown, "compare", commands.compare, text, "compare runs/constrained runs/plain").add_argument
@@ -88,7 +91,14 @@ def build_parser() -> Parser:
     add("--sigma", type=_level, default="auto", metavar="LEVEL", help=text)
     text = "mean over K x K shifted grids of patches (default: as in the training)"
     add("--grids", type=int, metavar="K", help=text)
+    text = "only frames A up to (not including) B, without sound, for a look, as in 0:50"
+    add("--frames", dest="part", type=_part, metavar="A:B", help=text)
     add("--overwrite", action="store_true", help="replace OUT if it exists")
+
+    text = "show in three minutes, on one page: a video denoised, two networks trained, a step timed"
+    add = _command(shown, "demo", commands.demo, text, "demo clip.mp4").add_argument
+    add("clip", nargs="?", metavar="CLIP", help="clean video to add noise to and denoise (a generated scene)")
+    add("--out", default="runs/demo", metavar="DIR", help="folder of the page (runs/demo)")
 
     text = "train the runs of an experiment by its name, and compare them; called again, it resumes where it stopped"
     command = _command(shown, "reproduce", commands.reproduce, text)
@@ -134,6 +144,15 @@ def _level(word: str) -> float | None:
         return None if word == "auto" else float(word)
     except ValueError:
         raise argparse.ArgumentTypeError(f"must be a number of gray levels, or auto, got {word!r}") from None
+
+
+def _part(words: str) -> tuple[int, int]:
+    first, colon, stop = words.partition(":")
+    if not (colon and (first or "0").isdecimal() and stop.isdecimal() and int(first or "0") < int(stop)):
+        raise argparse.ArgumentTypeError(
+            f"must be the first frame and the one after the last, as in 0:50, got {words!r}"
+        )
+    return int(first or "0"), int(stop)
 
 
 def _command(shown: Any, name: str, run: Any, text: str, example: str = "") -> Parser:

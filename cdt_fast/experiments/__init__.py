@@ -127,7 +127,7 @@ class PlannedRun(NamedTuple):
                     "choose another folder with --out"
                 )
         try:
-            done = open_evaluated(self.path).evaluation.finished and (self.path / "report.md").exists()
+            done = open_evaluated(self.path).evaluation.finished and (self.path / "report.html").exists()
         except InputError:  # not evaluated, or before it was trained further, or by an older version
             done = False
         return "done" if done else "begun"

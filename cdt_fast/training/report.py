@@ -1,14 +1,14 @@
 """Tables and pictures of one run, or of several side by side: a function of what their folders hold."""
 
 import importlib
+import io
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from cdt_fast import page
 from cdt_fast.checks import MissingExtra, require
-from cdt_fast.files import replaced_atomically, write_text
-from cdt_fast.tables import as_markdown
 from cdt_fast.training.evaluation import checks
 from cdt_fast.training.task import EvaluatedRun, Table
 
@@ -20,31 +20,54 @@ _STYLES = ("-", "--", ":", "-.")
 
 
 def write_report(folder: str | os.PathLike[str], runs: Sequence[EvaluatedRun], command: str) -> Path:
-    """Write `report.md`, which names the command, and where matplotlib is installed its pictures; return its path."""
-    folder = Path(folder)
+    """Write `report.html`, which names the command, with pictures where matplotlib is installed; return its path."""
     title = runs[0].label if len(runs) == 1 else f"{len(runs)} runs on {Path(runs[0].evaluation.source).name}"
-    lines = [f"# {title}", "", f"`{command}` makes this report.", ""]
     own = runs[0].task.report(runs)
-    lines += [f"{own.conditions} Better: in {own.measure} at the last depth. {_WORST}", ""]
-    for table in (*own.tables, verdict_table(runs), descent_table(runs)):
-        lines += [as_markdown(table), ""]
+    parts = [page.paragraph(f"`{command}` makes this page."), page.table(verdict_table(runs))]
     bounds = [f"{run.label}: {run.evaluation.report.text}" for run in runs if run.evaluation.constrained]
-    lines += [*(f"- {line}" for line in (*bounds, *remarks(runs))), ""]
+    parts += [*map(page.paragraph, (*bounds, *remarks(runs), own.conditions)), *map(page.table, own.tables)]
+    parts += [page.table(descent_table(runs)), page.paragraph(_WORST)]
     try:
-        for name, caption in write_pictures(folder, runs):
-            lines += [f"![{caption}]({name})", "", f"*{caption}*", ""]
+        parts += drawn_pictures(runs)
     except MissingExtra as error:
-        lines += [f"No pictures: {error}", ""]
-    path = folder / "report.md"
-    write_text(path, "\n".join(lines))
+        parts.append(page.paragraph(f"No pictures: {error}"))
+    path = Path(folder) / "report.html"
+    page.write_page(path, title, parts)
     return path
 
 
+def drawn_pictures(runs: Sequence[EvaluatedRun]) -> list[str]:
+    """Return the pictures of a page, or MissingExtra: matplotlib is not installed."""
+    first, *others = runs[0].task.report(runs).pictures
+    pictures = [
+        first,
+        ("Held-out loss at every depth, at the training noise; dashed: what the constraints allow", loss_over_depth),
+        *others,
+        ("Multipliers during the training", _multipliers),
+    ]
+    drawn = ((caption, draw(runs)) for caption, draw in pictures)
+    return [page.picture(as_png(figure), caption) for caption, figure in drawn if figure is not None]
+
+
+def as_png(figure: Any) -> bytes:
+    """Return a figure as the contents of a PNG file, and close it."""
+    contents = io.BytesIO()
+    figure.savefig(contents, format="png", dpi=110, bbox_inches="tight")
+    pyplot().close(figure)
+    return contents.getvalue()
+
+
 def verdict_table(runs: Sequence[EvaluatedRun]) -> Table:
-    """Return the checks of every run, a row each; only the first comparison says "better"."""
-    rows = [[run.label, *checks(run, runs).values()] for run in runs]
+    """Return the measure and the checks of every run, a row each, below what it is compared with.
+
+    Only the first comparison says "better".
+    """
+    own = [run.task.report([run]) for run in runs]
     bounds, first, *others = checks(runs[0], runs)
-    return [["run", bounds, first, *(name.removeprefix("better ") for name in others)], *rows]
+    rows = [["", own[0].measure, bounds, first, *(name.removeprefix("better ") for name in others)]]
+    rows += [[name, f"{value:.4g}", *[""] * (len(rows[0]) - 2)] for name, value in own[0].references.items()]
+    pairs = zip(runs, own, strict=True)
+    return rows + [[run.label, f"{one.depths[-1]:.4g}", *checks(run, runs).values()] for run, one in pairs]
 
 
 def remarks(runs: Sequence[EvaluatedRun]) -> list[str]:
@@ -84,27 +107,6 @@ def descent_table(runs: Sequence[EvaluatedRun]) -> Table:
 def formatted(value: float | None, form: str) -> str:
     """Return the number in this format, or nothing where it is not known."""
     return "" if value is None else format(value, form)
-
-
-def write_pictures(folder: Path, runs: Sequence[EvaluatedRun]) -> list[tuple[str, str]]:
-    """Draw every picture into `folder` and return names and captions, or MissingExtra: matplotlib is not installed."""
-    plots = pyplot()
-    first, *others = runs[0].task.report(runs).pictures
-    pictures = [
-        ("loss_over_depth.png", "Held-out loss at every depth, at the training noise", _loss_over_depth),
-        first,
-        ("multipliers.png", "Multipliers during the training", _multipliers),
-        *others,
-    ]
-    drawn = []
-    for name, caption, draw in pictures:
-        figure = draw(runs)
-        if figure is not None:
-            with replaced_atomically(folder / name) as temporary:
-                figure.savefig(temporary, dpi=110, bbox_inches="tight")
-            plots.close(figure)
-            drawn.append((name, caption))
-    return drawn
 
 
 def pyplot() -> Any:
@@ -158,9 +160,15 @@ def mark_training(axis: Any, noise: tuple[float, float]) -> None:
     axis.annotate("training", (noise[0], 0.98), xycoords=("data", "axes fraction"), color=GRAY, **offset)
 
 
-def _loss_over_depth(runs: Sequence[EvaluatedRun]) -> Any:
+def loss_over_depth(runs: Sequence[EvaluatedRun]) -> Any:
+    """Draw the held-out losses of every run, and what its constraints allow."""
     figure, (axis,) = axes_of()
     plot_runs(axis, runs, [run.evaluation.layer_loss for run in runs])
+    for number, values in enumerate(run.evaluation for run in runs):
+        # A violation is what a loss is above its bound.
+        pairs = enumerate(zip(values.layer_loss, values.violation, strict=True))
+        allowed = [(depth, loss - above) for depth, (loss, above) in pairs if above is not None]
+        axis.plot(*zip(*allowed, strict=True), "--", color=COLORS[number % len(COLORS)]) if allowed else None
     axis.set(xlabel="depth")
     set_log_scale(axis, "loss")
     add_legend(axis)

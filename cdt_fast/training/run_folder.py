@@ -19,7 +19,7 @@ class RunInUse(InputError):
 
 
 class RunFolder:
-    """The paths of a run: `config.toml`, `metrics.jsonl`, `model/`, `checkpoint/`, `evaluation.json`, `report.md`."""
+    """The paths of a run: `config.toml`, `metrics.jsonl`, `model/`, `checkpoint/`, `evaluation.json`, `report.html`."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)

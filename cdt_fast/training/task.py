@@ -90,8 +90,8 @@ class Report:
     references: dict[str, float]  # of what costs no training, by name: the input, baselines without weights, a guess
     margins: list[float] | None = None  # of the depths, half of their 95 % intervals; None: not known
     tables: list[Table] = field(default_factory=list)
-    # Name of the file, caption, and what draws it: a figure, or None where there is nothing to draw.
-    pictures: list[tuple[str, str, Callable[[Sequence[EvaluatedRun]], Any]]] = field(default_factory=list)
+    # Caption, and what draws it: a figure, or None where there is nothing to draw. The first comes first in a report.
+    pictures: list[tuple[str, Callable[[Sequence[EvaluatedRun]], Any]]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -1,30 +1,34 @@
 """A trained model on any clips, beside the transforms and libavfilter's denoisers: PSNR, SSIM and time a frame."""
 
 import math
+import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from functools import partial
 from itertools import islice
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from cdt_fast import page
 from cdt_fast.checks import InputError, require
 from cdt_fast.progress import progress_bar
+from cdt_fast.training.report import as_png
 from cdt_fast.video.data.clips import find_clips, open_source
 from cdt_fast.video.data.crops import luma
+from cdt_fast.video.data.windows import middle
 from cdt_fast.video.denoising import Denoising
+from cdt_fast.video.figures import detail, draw_frame, grid
 from cdt_fast.video.networks import Denoiser, device_of
 from cdt_fast.video.noise import LEVELS
 from cdt_fast.video.quality import dct3d_shifted_denoise, psnr_of, ssim
 from cdt_fast.video.settings import VideoSettings
 
 SIGMAS = (10.0, 20.0, 30.0, 40.0, 50.0)  # the customary levels
-_SIDE, _FRAMES, _PATCH = 160, 16, 8  # of the piece in the middle of a clip that is measured, and of the transform
+_SIDES, _FRAMES, _PATCH = (160, 160), 16, 8  # of the piece in the middle of a clip, and of the transform
 # Each filter of libavfilter at the strength that was best of a few factors of the noise at σ 10, 30 and 50, on clips
 # that models trained on; that of nlmeans ends at what the filter takes.
 _FILTERS: dict[str, Callable[[float], str]] = {
@@ -34,54 +38,108 @@ _FILTERS: dict[str, Callable[[float], str]] = {
 }
 
 
+class Measured(NamedTuple):
+    """A denoiser on some clips."""
+
+    name: str
+    psnr: list[float]  # dB on 0..255, the mean over clips a level
+    ssim: list[float]
+    rate: float  # frames a second of the first clip, at its full size
+    shown: Tensor  # `[h, w]` in [0, 1], the middle of the first clip at the level in the middle
+
+
+class Comparison(NamedTuple):
+    """All denoisers, the first of them the identity, and what they were measured on."""
+
+    measured: list[Measured]
+    sigmas: Sequence[float]
+    clean: Tensor  # the frame that is shown of each
+    size: tuple[int, int]  # rows and columns that the rates are of
+
+
+def read_clips(sources: Sequence[str]) -> list[tuple[str, Iterable[np.ndarray], int]]:
+    """Return the name, the frames and the number of frames of all clips in the sources."""
+    clips = [clip.path for source in sources for clip in find_clips(source)]
+    return [(str(path), open_source(path).frames(), sum(1 for _ in open_source(path).frames())) for path in clips]
+
+
 @torch.no_grad()
 def compare_denoisers(
-    model: Denoiser, settings: VideoSettings, sources: Sequence[str], at: Sequence[float] = SIGMAS
-) -> list[dict[str, Any]]:
+    model: Denoiser,
+    settings: VideoSettings,
+    clips: Sequence[tuple[str, Iterable[np.ndarray], int]],
+    at: Sequence[float] = SIGMAS,
+) -> Comparison:
     """Measure a noise-adaptive model at every depth, and all `peers`, on the luma of clips with white noise.
 
-    Of each clip 160 x 160 pixels of the 16 frames in its middle (or as many more as fill windows) are measured. The
-    model is told the noise (in gray levels, one of `at`), as the peers are, and once estimates it, as `denoise` does.
-    The noise is the same for all. The result is the name of each, and its means over clips by level: `psnr` in dB on
-    0..255, `ssim`, and the median of `seconds_a_frame`.
+    Of each clip 160 x 160 pixels of the 16 frames in its middle (or as many more as fill windows) are measured, and of
+    the first one the time of whole frames. The model is told the noise (in gray levels, one of `at`), as the peers are,
+    and once estimates it, as `denoise` does. The noise is the same for all.
     """
     if not settings.crops:
         raise InputError("--clips compares a network for crops, which is what train video trains by default")
-    clips = [_piece(clip.path, settings.data.window) for source in sources for clip in find_clips(source)]
+    whole = [_middle(*clip, settings.data.window) for clip in clips]
+    pieces = [torch.stack([torch.from_numpy(middle(frame, _SIDES)) for frame in frames.numpy()]) for frames in whole]
 
     def ours(depth: int, told: bool, frames: Tensor, sigma: float) -> Tensor:
         denoising, windows = Denoising(model, settings, depth), frames.to(device_of(model)).split(settings.data.window)
         return torch.cat([denoising.plane(window[None], sigma if told else None)[0] for window in windows]).cpu()
 
     named = peers()
-    named |= {f"the network, {n} of {model.layers} layers": partial(ours, n, True) for n in range(1, model.layers + 1)}
-    named["the network, noise estimated"] = partial(ours, model.layers, False)
-    results: list[dict[str, Any]] = []
+    named |= {f"cdt_fast, {n} of {model.layers} layers": partial(ours, n, True) for n in range(1, model.layers + 1)}
+    named["cdt_fast, noise estimated"] = partial(ours, model.layers, False)
+    level, middle_frame, measured = at[len(at) // 2], len(whole[0]) // 2, list[Measured]()
+    shown = _noisy(whole[0], level, 0)
     for name, denoise in progress_bar(named.items(), desc="compare", unit="denoiser"):
         rows: list[Any] = []
-        for level, sigma in enumerate(at):
+        for draw, sigma in enumerate(at):
             found = []
-            for number, clean in enumerate(clips):
-                noise = torch.randn(clean.shape, generator=torch.Generator().manual_seed(1000 * level + number))
-                begin = time.perf_counter()
-                denoised = denoise(clean + sigma / LEVELS * noise, sigma)
-                took = (time.perf_counter() - begin) / len(clean)
+            for number, clean in enumerate(pieces):
+                denoised = denoise(_noisy(clean, sigma, 1000 * draw + number), sigma)
                 psnr = psnr_of(LEVELS * (denoised - clean).square().mean().sqrt().item()) or math.inf
-                found.append((psnr, ssim(denoised[None], clean[None]).mean().item(), took))
-            rows.append(np.mean(found, 0))
-        psnrs, alike, seconds = np.transpose(rows).tolist()
-        results.append({"name": name, "psnr": psnrs, "ssim": alike, "seconds_a_frame": float(np.median(seconds))})
-    return results
+                found.append((psnr, ssim(denoised[None], clean[None]).mean().item()))
+            rows.append(np.mean(found, 0).tolist())
+        psnrs, alike = map(list, zip(*rows, strict=True))
+        # The filters see one frame at a time, so that a few are enough.
+        noisy = shown[middle_frame - 2 : middle_frame + 2] if name.startswith("ffmpeg") else shown
+        begin = time.perf_counter()
+        denoised = denoise(noisy, level)
+        rate = len(noisy) / (time.perf_counter() - begin)
+        measured.append(Measured(name, psnrs, alike, rate, denoised[len(denoised) // 2]))
+    return Comparison(measured, at, whole[0][middle_frame], (whole[0].shape[1], whole[0].shape[2]))
 
 
-def as_table(results: Sequence[dict[str, Any]], at: Sequence[float] = SIGMAS) -> list[list[str]]:
+def as_table(found: Comparison) -> list[list[str]]:
     """Return rows of words, the heading first."""
-    rows = [["PSNR in dB", *(f"σ {sigma:g}" for sigma in at), "mean", "SSIM", "ms a frame"]]
-    for found in results:
-        numbers = [f"{value:.2f}" for value in (*found["psnr"], np.mean(found["psnr"]))]
-        numbers += [f"{np.mean(found['ssim']):.3f}", f"{1000 * found['seconds_a_frame']:.1f}"]
-        rows.append([found["name"], *numbers])
+    rate = f"frames a second at {found.size[1]}x{found.size[0]}"
+    rows = [["PSNR in dB", *(f"σ {sigma:g}" for sigma in found.sigmas), "mean", "SSIM", rate]]
+    for number, one in enumerate(found.measured):
+        numbers = [f"{value:.2f}" for value in (*one.psnr, np.mean(one.psnr))]
+        rows.append([one.name, *numbers, f"{np.mean(one.ssim):.3f}", f"{one.rate:.1f}" if number else ""])
     return rows
+
+
+def draw(found: Comparison) -> Any:
+    """Draw what each made of a part of the same noisy frame, the clean one last."""
+    part, level = detail(found.clean, min(*found.clean.shape, _SIDES[0])), len(found.sigmas) // 2
+    shown = [
+        (one.shown, f"{one.name}\n{one.psnr[level]:.2f} dB" + f", {one.rate:.1f} frames/s" * bool(number))
+        for number, one in enumerate(found.measured)
+        if " of " not in one.name
+    ]
+    figure, axes = grid(2, -(-(len(shown) + 1) // 2), 2.6, 3.1)
+    for axis in axes.flat:
+        axis.axis("off")
+    for axis, (frame, words) in zip(axes.flat, [*shown, (found.clean, "clean\n")], strict=False):
+        draw_frame(axis, frame[part], words)
+    return figure
+
+
+def write_report(path: str | os.PathLike[str], found: Comparison, command: str) -> None:
+    """Write a page with the table and the picture."""
+    caption = f"A part of a frame with noise of σ {found.sigmas[len(found.sigmas) // 2]:g}, and what each makes of it"
+    parts = [page.paragraph(f"`{command}` makes this page."), page.table(as_table(found))]
+    page.write_page(path, "Denoisers side by side", [*parts, page.picture(as_png(draw(found)), caption)])
 
 
 def peers() -> dict[str, Callable[[Tensor, float], Tensor]]:
@@ -91,20 +149,22 @@ def peers() -> dict[str, Callable[[Tensor, float], Tensor]]:
     return {
         "noisy frames": lambda frames, _: frames,
         "3-D DCT, shifted grids": lambda frames, sigma: dct3d_shifted_denoise(frames[None], sigma / LEVELS, _PATCH)[0],
-        **{f"libavfilter, {name}": partial(_filtered, name) for name in _FILTERS if name in there},
+        **{f"ffmpeg, {name}": partial(_filtered, name) for name in _FILTERS if name in there},
     }
 
 
-def _piece(path: Path, window: int) -> Tensor:
-    """Return the luma of the middle of a clip, `[T, h, w]` in [0, 1]."""
+def _middle(name: str, frames: Iterable[np.ndarray], total: int, window: int) -> Tensor:
+    """Return the luma of the frames in the middle of a clip, `[T, h, w]` in [0, 1]."""
     wanted = window * math.ceil(_FRAMES / window)
-    total = sum(1 for _ in open_source(path).frames())
     if total < wanted:
-        raise InputError(f"{path}: has {total} frames, fewer than what is measured, {wanted}")
+        raise InputError(f"{name}: has {total} frames, fewer than what is measured, {wanted}")
     start = (total - wanted) // 2
-    frames = np.stack([luma(frame) for frame in islice(open_source(path).frames(), start, start + wanted)])
-    top, left = (max(0, (length - _SIDE) // 2) for length in frames.shape[1:])
-    return torch.from_numpy(frames[:, top : top + _SIDE, left : left + _SIDE] / np.float32(LEVELS))
+    chosen = np.stack([middle(luma(frame)) for frame in islice(frames, start, start + wanted)])
+    return torch.from_numpy(chosen / np.float32(LEVELS))
+
+
+def _noisy(clean: Tensor, sigma: float, seed: int) -> Tensor:
+    return clean + sigma / LEVELS * torch.randn(clean.shape, generator=torch.Generator().manual_seed(seed))
 
 
 def _filtered(name: str, frames: Tensor, sigma: float) -> Tensor:

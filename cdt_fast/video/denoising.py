@@ -2,6 +2,8 @@
 
 import os
 import sys
+import time
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,11 +19,14 @@ from cdt_fast.files import replaced_atomically, try_lock
 from cdt_fast.models import DenoisingDUST, DenoisingViT
 from cdt_fast.ops.common import cpu_has_bf16_products
 from cdt_fast.progress import progress_bar
+from cdt_fast.tasks import open_run
 from cdt_fast.video.data import open_source
 from cdt_fast.video.data.crops import from_opponent, to_opponent
-from cdt_fast.video.networks import Denoiser, device_of, reconstructed
+from cdt_fast.video.data.source import Excerpt, FrameArray
+from cdt_fast.video.networks import SHIPPED, Denoiser, device_of, load_network, reconstructed
 from cdt_fast.video.noise import LEVELS, LITTLE_NOISE, estimated_noise
 from cdt_fast.video.settings import VideoSettings
+from cdt_fast.video.task import doubts
 from cdt_fast.video.writing import check_target, remove_leftovers, write_video
 
 # Noise estimated of a plane, as a share of that at half its size: twice of white noise, nothing of repeated pixels.
@@ -115,17 +120,83 @@ class Denoising:
             return reconstructed(self.model, self.settings, frames, *chosen)[-1]
 
 
+def open_denoiser(run: str | os.PathLike[str] | None) -> tuple[Denoiser, VideoSettings, str]:
+    """Return the network of a run, or the one that comes with the package, its settings, and doubts about it."""
+    if run is None:
+        return load_network(SHIPPED), VideoSettings(), ""
+    folder, settings = open_run(run)
+    if settings.task != "video":
+        raise InputError(f"{run}: is a run of `train {settings.task}`; only runs on video denoise")
+    doubted = doubts(folder, settings)
+    return load_network(folder.model, settings.training.device), settings, doubted and f"{run}: {doubted}"
+
+
+def denoise(
+    video: str | os.PathLike[str] | np.ndarray,
+    run: str | os.PathLike[str] | None = None,
+    sigma: float | None = None,
+) -> np.ndarray:
+    """Return the denoised frames of a video: uint8, gray `[frames, h, w]` or in color `[frames, h, w, 3]`.
+
+    Args:
+        video: a video file, a folder of frames or a .npy file; or frames of these shapes, uint8 or floats in [0, 1].
+        run: the run folder of a denoiser; None: the network that comes with the package.
+        sigma: the noise's standard deviation in gray levels of 0..255; None: estimated, window by window.
+
+    Raises:
+        InputError: the video or the run cannot be read, or `sigma` is not a noise level.
+    """
+    model, settings, caution = open_denoiser(run)
+    if caution:
+        warnings.warn(caution, stacklevel=2)
+    source = FrameArray(Path("video"), video) if isinstance(video, np.ndarray) else open_source(video)
+    gray = True
+
+    def colored() -> Iterator[np.ndarray]:
+        nonlocal gray
+        for frame in source.frames():
+            gray = gray and frame.ndim == 2
+            yield _colored(frame)
+
+    frames = np.stack(list(_checked(model, settings, sigma=sigma).frames(colored())))
+    return frames[..., 0] if gray else frames
+
+
+def _colored(frame: np.ndarray) -> np.ndarray:
+    return np.broadcast_to(np.atleast_3d(frame), (*frame.shape[:2], 3))  # a clip may change from gray to color
+
+
+def _checked(
+    model: Denoiser,
+    settings: VideoSettings,
+    depth: int | None = None,
+    sigma: float | None = None,
+    grids: int | None = None,
+) -> Denoising:
+    """Return a `Denoising`, or InputError: an option is not valid for the network."""
+    depth = model.layers if depth is None else depth
+    most = settings.data.patch if settings.crops else 1
+    if not 0 <= depth <= model.layers:
+        raise InputError(f"depth must be from 0 to {model.layers}, got {depth}")
+    if grids is not None and not 1 <= grids <= most:
+        raise InputError(f"grids must be from 1 to {most}, got {grids}")
+    if sigma is not None and not settings.crops:
+        raise InputError(f"sigma is {sigma}, and a network of whole frames takes the noise as it comes")
+    if sigma is not None and not 0 < sigma < float("inf"):
+        raise InputError(f"sigma must be the noise's standard deviation in gray levels, above 0, got {sigma}")
+    return Denoising(model, settings, depth, sigma, grids)
+
+
 def denoise_video(
     model: Denoiser,
     settings: VideoSettings,
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
     *,
-    depth: int | None = None,
-    sigma: float | None = None,
-    grids: int | None = None,
+    part: tuple[int, int] | None = None,
     overwrite: bool = False,
     caution: str = "",
+    **options: Any,
 ) -> dict[str, Any]:
     """Denoise `source` and write a playable video of the same size, upright, with the same frame times and sound.
 
@@ -133,12 +204,13 @@ def denoise_video(
     trained on crops, else red, green and blue.
 
     Args:
-        model, settings, sigma, grids: as in `Denoising`.
+        model, settings: as in `Denoising`.
         source: a video file, a folder of frames or an array file.
         target: the video file to write; its suffix is one of `writing.CONTAINERS`.
-        depth: number of layers to run, None for all.
+        part: the first frame and the one after the last, without sound; None: all of the video.
         overwrite: replace `target` if it exists.
         caution: a line that is printed on stderr before anything is written.
+        options: `depth`, the number of layers (None: all), `sigma` and `grids`, as in `Denoising`.
 
     Returns:
         What was written, the `sigma` that was given or found (the median), and `notes` of what is wrong or lost.
@@ -146,35 +218,39 @@ def denoise_video(
     Raises:
         InputError: the source cannot be read, or the target exists or cannot be written as video.
     """
-    depth = model.layers if depth is None else depth
-    most = settings.data.patch if settings.crops else 1
-    if not 0 <= depth <= model.layers:
-        raise InputError(f"--depth must be from 0 to {model.layers}, got {depth}")
-    if grids is not None and not 1 <= grids <= most:
-        raise InputError(f"--grids must be from 1 to {most}, got {grids}")
-    if sigma is not None and not settings.crops:
-        raise InputError(f"--sigma is {sigma}, and a network of whole frames takes the noise as it comes")
-    if sigma is not None and not 0 < sigma < float("inf"):
-        raise InputError(f"--sigma must be the noise's standard deviation in gray levels, above 0, got {sigma}")
+    denoising = _checked(model, settings, **options)
     frames, target = open_source(source), Path(target)
+    if part is not None:
+        frames = Excerpt(frames, *part)
     check_target(target, Path(source), overwrite)
     if caution:
         print(printable(f"cdt-fast: note: {caution}"), file=sys.stderr)
-    denoising = Denoising(model, settings, depth, sigma, grids)
-    # A clip may change from gray to color.
-    colored = (np.broadcast_to(np.atleast_3d(frame), (*frame.shape[:2], 3)) for frame in frames.frames())
-    shown = progress_bar(colored, desc=f"denoise {frames.path.name}", unit="frame")
+    colored, label = map(_colored, frames.frames()), f"denoise {frames.path.name}"
+    shown = progress_bar(colored, desc=label, unit="frame", total=frames.expected)
     remove_leftovers(target)
     with replaced_atomically(target) as temporary, temporary.open("rb") as locked:
         try_lock(locked)
-        written, notes = write_video(temporary, target, denoising.frames(shown), frames)
+        denoised = _with_forecast(denoising.frames(shown), frames.expected or 0, settings.data.window)
+        written, notes = write_video(temporary, target, denoised, frames)
     found = float(np.median(denoising.found)) if denoising.found else None
     least, greatest = settings.noise
-    if depth == 0 and settings.crops:
+    if denoising.depth == 0 and settings.crops:
         notes.append("no layer was run and nothing removed: depth 0 is the input")
-    elif found is not None and sigma is None and found <= LITTLE_NOISE:
+    elif found is not None and denoising.sigma is None and found <= LITTLE_NOISE:
         notes.append(f"hardly any noise was found (sigma {found:.2g}) and removed; give --sigma to remove more")
     elif found is not None and settings.crops and not least <= found <= greatest:
         trained = f"what the model was trained on, {least:g} to {greatest:g}"
         notes.append(f"the noise, sigma {found:.3g}, is beyond {trained}")
-    return {**written, "depth": depth, "layers": model.layers, "sigma": found, "notes": [*frames.notes, *notes]}
+    found_here = {"depth": denoising.depth, "layers": model.layers, "sigma": found}
+    return {**written, **found_here, "notes": [*frames.notes, *notes]}
+
+
+def _with_forecast(frames: Iterator[np.ndarray], expected: int, window: int) -> Iterator[np.ndarray]:
+    """Yield frames, and say how long all will take once the first window is there."""
+    begin = time.perf_counter()
+    for number, frame in enumerate(frames):
+        if number == 0 and expected > 2 * window:
+            seconds = (time.perf_counter() - begin) * expected / window
+            left = f"{seconds / 60:.0f} minutes" if seconds > 90 else f"{seconds:.0f} seconds"
+            print(f"cdt-fast: {expected:,} frames, about {left}", file=sys.stderr)
+        yield frame

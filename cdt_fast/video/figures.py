@@ -1,24 +1,26 @@
-"""The tables and pictures of a report on video, and the frames that are kept for it, so that drawing loads no video."""
+"""The tables and pictures of a report on video, and the frames that are kept for it: drawing loads no video."""
 
 from collections.abc import Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from cdt_fast.files import replaced_atomically
-from cdt_fast.training.report import GRAY, add_legend, axes_of, mark_training, plot_runs, pyplot, set_log_scale
+from cdt_fast.training.report import COLORS, GRAY, add_legend, axes_of, mark_training, plot_runs, pyplot, set_log_scale
 from cdt_fast.training.task import EvaluatedRun, Table
 from cdt_fast.video.data.windows import VideoData
 from cdt_fast.video.evaluation import VideoEvaluation
 from cdt_fast.video.networks import Denoiser, device_of, reconstructed
-from cdt_fast.video.noise import noisy_batches
+from cdt_fast.video.noise import LEVELS
 from cdt_fast.video.quality import dct3d_shifted_denoise, mean_psnr
 from cdt_fast.video.settings import VideoSettings
 
-_SHOWN_GAMMA = 0.5  # beside the training's, the noise level of the frames that a report shows
+_SHOWN_GAMMA = 0.5  # the noise level of the frames that a report shows, where the training's is lower
+_PART = 160  # pixels of a frame along each side, at most, that are shown at every depth
+_NOISE_SEED = 20_260_118
 
 
 def baseline_label(run: EvaluatedRun, name: str) -> str:
@@ -83,45 +85,105 @@ def _early_exit(runs: Sequence[EvaluatedRun]) -> Any:
 
 
 def _frames(runs: Sequence[EvaluatedRun]) -> Any:
-    if not all(run.folder.frames.exists() for run in runs):
+    kept = _kept(runs)
+    if kept is None:
         return None
-    kept = [load_file(run.folder.frames) for run in runs]  # of `keep_frames`
-    gammas, frames = kept[0]["gammas"], kept[0]["frames"]
-    titles = ["clean", "noisy", baseline_label(runs[0], "dct3d_shifted"), *(run.label for run in runs)]
-    size = (2.6 * len(titles), 2.8 * len(gammas))
-    figure, axes = pyplot().subplots(len(gammas), len(titles), figsize=size, squeeze=False, layout="constrained")
-    for number, (row, gamma) in enumerate(zip(axes, gammas.tolist(), strict=True)):
-        shown = [*frames[number, :3], *(others["frames"][number, 3] for others in kept)]
-        for axis, title, frame in zip(row, titles, shown, strict=True):
-            level = f", {level_sign(runs[0])} = {gamma:g}" if title == "noisy" else ""
-            error = 255 * (frame - shown[0]).square().mean().sqrt().item()
-            axis.imshow(frame.numpy(), cmap="gray", vmin=0, vmax=1)
-            axis.set_title(f"{title}{level}" + (f"\nRMSE {error:.1f}" if error else ""), fontsize="small", wrap=True)
-            axis.axis("off")
+    titles = ["clean", f"noisy, {level_sign(runs[0])} {kept[0]['level'].item():g}", "3-D DCT", *map(_short, runs)]
+    shown = [*kept[0]["frames"][:3], *(one["frames"][3] for one in kept)]
+    height, width = shown[0].shape
+    figure, axes = grid(2, len(shown), 2.4, 2.4 * height / width)
+    part = detail(shown[0], max(16, min(height, width) // 4))
+    for (whole, below), title, frame in zip(axes.T, titles, shown, strict=True):
+        draw_frame(whole, frame, _with_rmse(title, frame, shown[0]))
+        corner = part[1].start, part[0].start
+        whole.add_patch(pyplot().Rectangle(corner, *[part[0].stop - corner[1]] * 2, fill=False, color=COLORS[1]))
+        draw_frame(below, frame[part], "")
     return figure
 
 
+def draw_depths(runs: Sequence[EvaluatedRun]) -> Any:
+    """Draw a held-out frame at every depth of every run; None where what `keep_frames` kept is missing."""
+    kept = _kept(runs)
+    if kept is None:
+        return None
+    clean, noisy = kept[0]["frames"][:2]
+    layers = max(run.evaluation.layers for run in runs)
+    figure, axes = grid(len(runs), layers + 3, 1.6, 2.4)
+    part = detail(clean, min(*clean.shape, _PART))
+    for row, run, one in zip(axes, runs, kept, strict=True):
+        depths = one["depths"]
+        frames, names = [noisy, *depths, clean], ["noisy", *(f"depth {depth}" for depth in range(len(depths))), "clean"]
+        for axis in row:
+            axis.axis("off")
+        for axis, frame, name in zip(row, frames, names, strict=False):
+            draw_frame(axis, frame[part], _with_rmse(name, frame, clean))
+        row[0].annotate(_short(run), (0, 1.36), xycoords="axes fraction", fontsize="large", fontweight="bold")
+    return figure
+
+
+def _kept(runs: Sequence[EvaluatedRun]) -> list[dict[str, Any]] | None:
+    """Return what `keep_frames` kept of every run, or None: a run was copied without it."""
+    return [load_file(run.folder.frames) for run in runs] if all(run.folder.frames.exists() for run in runs) else None
+
+
+def grid(rows: int, columns: int, width: float, height: float) -> tuple[Any, Any]:
+    """Return a figure of so many axes, each of this size in inches."""
+    size = {"figsize": (width * columns, height * rows), "layout": "constrained"}
+    return pyplot().subplots(rows, columns, squeeze=False, **size)
+
+
+def draw_frame(axis: Any, frame: Tensor, words: str) -> None:
+    """Draw a gray frame `[h, w]` in [0, 1] below words."""
+    axis.imshow(frame.numpy(), cmap="gray", vmin=0, vmax=1)
+    axis.set_title(words, fontsize="medium")
+    axis.axis("off")
+
+
+def _with_rmse(words: str, frame: Tensor, clean: Tensor) -> str:
+    error = LEVELS * (frame - clean).square().mean().sqrt().item()
+    return f"{words}\n" + f"RMSE {error:.1f}" * (error > 0)
+
+
+def detail(frame: Tensor, side: int) -> tuple[slice, slice]:
+    """Return where the square of so many pixels is that has the most contrast."""
+    squares = torch.stack([frame, frame.square()])
+    mean, square = torch.nn.functional.avg_pool2d(squares, side, max(1, side // 4))
+    top, left = divmod(int((square - mean.square()).argmax()), mean.shape[1])
+    top, left = top * max(1, side // 4), left * max(1, side // 4)
+    return slice(top, top + side), slice(left, left + side)
+
+
+def _short(run: EvaluatedRun) -> str:
+    return run.name or run.folder.name
+
+
 PICTURES = [
-    ("rmse_over_noise.png", "RMSE over the noise level", _rmse_over_noise),
-    ("early_exit.png", "RMSE of an early exit after each depth", _early_exit),
-    ("frames.png", "A held-out frame: clean, noisy, by the shifted 3-D DCT and denoised", _frames),
+    ("A held-out frame at every depth of the network, at the training noise", draw_depths),
+    ("A held-out frame, and a part of it", _frames),
+    ("RMSE over the noise level", _rmse_over_noise),
+    ("RMSE of an early exit after each depth", _early_exit),
 ]
 
 
 @torch.no_grad()
 def keep_frames(path: Path, model: Denoiser, data: VideoData, settings: VideoSettings) -> None:
-    """Write what a report shows of the test window with the most detail: noise levels, and frames `[levels, 4, h, w]`
-    of its middle in [0, 1], clean, noisy, by the DCT and denoised.
+    """Write what a report shows of the test window with the most detail.
+
+    These are, of the frame in its middle, in [0, 1] and whole even if a network trains on crops: `frames` `[4, h, w]`,
+    clean, noisy, by the DCT and denoised, at the noise `level`; and `depths` `[L+1, h, w]` at the training's.
     """
-    nearest = min(settings.evaluation.gammas, key=lambda gamma: abs(gamma - _SHOWN_GAMMA))
-    gammas = sorted({sum(settings.noise) / 2, nearest})
+    training = sum(settings.noise) / 2
+    level = max(training, min(settings.evaluation.gammas, key=lambda gamma: abs(gamma - _SHOWN_GAMMA)))
     number = max(range(len(data.test)), key=lambda index: data.test.batch([index]).float().diff().var().item())
-    shown = []
-    for gamma in gammas:
-        batches = noisy_batches(data.test, gamma, data.sigma, device_of(model), batch=1)
-        given, clean, deviation = next(islice(batches, number, None))
-        transformed = dct3d_shifted_denoise(given, deviation.item(), settings.data.patch)
-        denoised = reconstructed(model, settings, given, deviation, only_last=True)[-1]
-        shown.append(torch.cat([clean, given, transformed, denoised])[:, data.test.window // 2].float().cpu())
+    clean = data.test.whole(number).to(device_of(model), torch.float32) / LEVELS
+    noise = torch.randn(clean.shape, generator=torch.Generator().manual_seed(_NOISE_SEED)).to(clean)
+    middle, kept = clean.shape[1] // 2, dict[str, Tensor]()
+    for name, gamma in (("frames", level), ("depths", training)):
+        deviation = clean.new_full((1,), gamma * data.sigma)
+        noisy = clean + deviation * noise
+        shown = reconstructed(model, settings, noisy, deviation)
+        if name == "frames":
+            shown = [clean, noisy, dct3d_shifted_denoise(noisy, deviation.item(), settings.data.patch), shown[-1]]
+        kept[name] = torch.cat(shown)[:, middle].float().cpu().contiguous()
     with replaced_atomically(path) as temporary:
-        save_file({"gammas": torch.tensor(gammas, dtype=torch.float64), "frames": torch.stack(shown)}, temporary)
+        save_file({**kept, "level": torch.tensor(level, dtype=torch.float64)}, temporary)

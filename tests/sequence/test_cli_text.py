@@ -57,10 +57,9 @@ def test_train_evaluate_and_compare(
         for name in ("config.toml", "metrics.jsonl", "model/config.json", "checkpoint/state.safetensors"):
             assert (run / name).is_file()
         assert not [path for path in run.rglob("*") if ".tmp" in path.name]
-        report = (run / "report.md").read_text(encoding="utf-8")
+        report = (run / "report.html").read_text(encoding="utf-8")
         assert "Test texts" in report
-    assert (runs[0] / "multipliers.png").exists()
-    assert not (runs[1] / "multipliers.png").exists()
+        assert ("Multipliers" in report) == (run == runs[0])
 
     first = read_json(runs[0] / "evaluation.json")
     answer = call("evaluate", runs[0])
@@ -71,21 +70,18 @@ def test_train_evaluate_and_compare(
     assert answer.status == 0, answer
     label = "text-ut" if task == "text" else "llama"
     labels = [f"constrained (constrained, {label})", f"plain (unconstrained, {label})"]
-    tables = answer.out.strip().split("\n\n")
-    accuracy = tables[0 if task == "text" else 1].splitlines()
-    assert accuracy[0].endswith("  area under it")
-    for line, run, name in zip(accuracy[2:], runs, labels, strict=True):
-        assert line.startswith(name)
+    report = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    for run, name in zip(runs, labels, strict=True):
         evaluation = read_json(run / "evaluation.json")
-        assert line.split()[-1] == f"{evaluation['auc']:.3f}"
-        assert f"{evaluation['accuracy'][0]:.3f}" in line
-        assert task == "text" or f"  {math.exp(evaluation['depth_loss'][0][-1]):.4g}" in tables[0]
-    assert ("perplexity" in answer.out) == (task == "lm")
-    report = (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
-    pictures = re.findall(r"!\[[^]]+\]\(([^)]+)\)", report)
-    assert set(pictures) == {*("loss_over_depth.png", "accuracy_over_noise.png", "multipliers.png")}
-    for picture in pictures:
-        assert (tmp_path / "out" / picture).read_bytes().startswith(b"\x89PNG")
+        pairs = zip(evaluation["accuracy"], evaluation["accuracy_margin"], strict=True)
+        cells = [f"<td>{accuracy:.3f} ±{margin:.3f}</td>" for accuracy, margin in pairs]
+        assert f"<td>{name}</td>" in report
+        assert "".join([*cells, f"<td>{evaluation['auc']:.3f}</td>"]) in report
+        assert task == "text" or f"<td>{math.exp(evaluation['depth_loss'][0][-1]):.4g}</td>" in report
+    assert ("perplexity" in report) == (task == "lm")
+    captions = re.findall("<figcaption>([^<,;]+)", report)
+    shown = ["The classes of a test text at every depth"] * (task == "text")
+    assert captions == [*shown, "Held-out loss at every depth", "Accuracy over γ", "Multipliers during the training"]
     write_json(runs[1] / "evaluation.json", {**read_json(runs[1] / "evaluation.json"), "test_digest": "of others"})
     assert "different data: test_digest is 'of others'" in call("compare", *runs).line()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import html
 import re
 import shutil
 import sys
@@ -10,10 +12,12 @@ from typing import Any
 
 import pytest
 
+from cdt_fast import page
 from cdt_fast.files import read_json, write_json
 from cdt_fast.tables import as_markdown, as_text
 from cdt_fast.tasks import open_evaluated
 from cdt_fast.training import report
+from cdt_fast.video import figures
 from tests.runs import Call
 
 
@@ -21,30 +25,26 @@ def test_compare_prints_one_table_of_all_and_writes_a_report(call: Call, trained
     out = tmp_path / "my comparison"
     answer = call("compare", trained.constrained, trained.plain, "--out", out)
     assert (answer.status, answer.err) == (0, "")
-    table = answer.out.strip().split("\n\n")[0].splitlines()
-    names = ["identity (the noisy frames)", "3-D DCT 8x8x5, shifted grids"]
-    assert [line[:29].strip() for line in table[2:4]] == names
-    constrained, plain = (read_json(path / "evaluation.json") for path in (trained.constrained, trained.plain))
-    assert table[2].split()[-3:-1] == [f"{value:.2f}" for value in constrained["baseline_rmse"]["identity"]]
-    labels = "constrained (constrained, chain, untied)", "plain (unconstrained, tied)"
-    for line, label, evaluation in zip(table[4:], labels, (constrained, plain), strict=True):
-        assert line.startswith(label)
-        numbers = [*evaluation["rmse"], evaluation["mean_rmse"]]
-        assert line.split()[-3:] == [f"{value:.2f}" for value in numbers]
-    assert answer.out.rstrip().endswith(f"report: {out / 'report.md'}")
     runs = [open_evaluated(path) for path in (trained.constrained, trained.plain)]
-    assert answer.out.split("\n\n")[2] == as_text(report.verdict_table(runs))
-    assert "ℓ_1/ℓ_0" not in answer.out
-    text = (out / "report.md").read_text(encoding="utf-8")
-    for written in (as_markdown(report.verdict_table(runs)), as_markdown(report.descent_table(runs))):
-        assert written in text
-    assert f"- {runs[0].label}: {runs[0].evaluation.report.text}\n" in text
-    assert f"cdt-fast compare {trained.constrained} {trained.plain} --out '{out}'" in text
-    pictures = re.findall(r"!\[[^]]+\]\(([^)]+)\)", text)
-    known = {"loss_over_depth.png", "rmse_over_noise.png", "multipliers.png", "frames.png"}
-    assert known < set(pictures)
-    assert all((out / picture).read_bytes().startswith(b"\x89PNG") for picture in pictures)
-    assert {path.name for path in out.iterdir()} == {"report.md", *pictures}
+    verdicts = report.verdict_table(runs)
+    assert [row[0] for row in verdicts] == ["", "the input", "3-D DCT", runs[0].label, runs[1].label]
+    assert answer.out.strip().split("\n\n")[0] == as_text(verdicts).strip()
+    assert answer.out.rstrip().endswith(f"report: {out / 'report.html'}")
+    text = (out / "report.html").read_text(encoding="utf-8")
+    measured, quality = figures.tables(runs)
+    assert [row[0] for row in measured[1:3]] == ["identity (the noisy frames)", "3-D DCT 8x8x5, shifted grids"]
+    assert measured[1][2:4] == [f"{value:.2f}" for value in runs[0].evaluation.baseline_rmse["identity"]]
+    for row, run in zip(measured[3:], runs, strict=True):
+        assert row[0] == run.label
+        assert row[2:] == [f"{value:.2f}" for value in (*run.evaluation.rmse, run.evaluation.mean_rmse)]
+    for rows in (verdicts, report.descent_table(runs), measured, quality):
+        assert page.table(rows) in text
+    assert f"<p>{runs[0].label}: {runs[0].evaluation.report.text}</p>" in text
+    assert f"cdt-fast compare {trained.constrained} {trained.plain} --out {html.escape(repr(str(out)))}" in text
+    pictures = re.findall('src="data:image/png;base64,([^"]+)"', text)
+    assert len(pictures) == len(figures.PICTURES) + 2
+    assert all(base64.b64decode(picture).startswith(b"\x89PNG") for picture in pictures)
+    assert [path.name for path in out.iterdir()] == ["report.html"]
 
 
 @pytest.mark.parametrize(
@@ -85,10 +85,10 @@ def test_runs_of_one_name_are_told_apart_and_without_matplotlib_there_are_tables
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     paths = [shutil.copytree(trained.constrained, tmp_path / name / "run") for name in "ab"]
     assert call("compare", *paths, "--out", tmp_path).status == 0
-    text = (tmp_path / "report.md").read_text()
+    text = (tmp_path / "report.html").read_text()
     assert all(f"{path} (constrained, chain, untied)" in text for path in paths)
     assert "identity" in text
-    assert "No pictures: drawing a report needs the package 'matplotlib'" in text
+    assert "No pictures: drawing a report needs the package &#x27;matplotlib&#x27;" in text
 
 
 def test_the_table_of_descent_shows_held_out_ratios_and_blanks_where_none_is_known(trained: Any) -> None:

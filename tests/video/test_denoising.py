@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+import cdt_fast
 from cdt_fast.checks import InputError
 from cdt_fast.files import read_json, try_lock, write_json
 from cdt_fast.models import DUST
@@ -106,6 +107,42 @@ def test_a_network_comes_with_the_package(call: Call, tmp_path: Path) -> None:
     assert build_network(settings.chosen({"model": {"layers": 4}})).layers == 4  # which it does not fit
 
 
+def test_frames_in_memory_are_denoised_as_those_of_a_file(tmp_path: Path) -> None:
+    clean = scrolling_clip(20, 24, 32)
+    noise = 20 * np.random.default_rng(0).standard_normal(clean.shape)
+    gray = np.rint(clean + noise).clip(0, 255).astype(np.uint8)
+    found = cdt_fast.denoise(gray)
+    assert (found.shape, found.dtype) == (gray.shape, np.uint8)
+    assert (found - clean.astype(float)).std() < 0.5 * (gray - clean.astype(float)).std()
+    np.save(tmp_path / "gray.npy", gray)
+    np.testing.assert_array_equal(cdt_fast.denoise(tmp_path / "gray.npy"), found)
+    colors = np.repeat(gray[..., None], 3, 3)
+    np.testing.assert_array_equal(cdt_fast.denoise(colors), np.repeat(found[..., None], 3, 3))
+    assert np.abs(cdt_fast.denoise(gray / 255, sigma=20) - found.astype(int)).mean() < 2
+    for wrong, message in ((gray.astype(int), "has dtype int64"), (gray[0], r"shape \[24, 32\]")):
+        with pytest.raises(InputError, match=message):
+            cdt_fast.denoise(wrong)
+    with pytest.raises(InputError, match="sigma must be the noise's standard deviation"):
+        cdt_fast.denoise(gray, sigma=0)
+
+
+def test_an_excerpt_is_those_frames_at_their_times(call: Call, tmp_path: Path) -> None:
+    frames = np.repeat(scrolling_clip(20, 16, 24)[..., None], 3, 3)
+    source, target = encode(tmp_path / "in.mkv", frames, "ffv1", "bgr0"), tmp_path / "out.mp4"
+    words = ("denoise", source, target, "--depth", 0, "--overwrite")
+    for given, part in (("3:9", slice(3, 9)), (":4", slice(0, 4)), ("15:90", slice(15, 20))):
+        assert call(*words, "--frames", given).status == 0
+        shown, rate = decoded(target)
+        assert (len(shown), rate) == (len(frames[part]), 25)
+        right, wrong = (np.abs(shown - other[part]).mean() for other in (frames * 1.0, np.roll(frames * 1.0, 1, 0)))
+        assert right < wrong / 2
+    for given in ("5", "9:3", "a:b", "-1:4"):
+        assert (
+            "--frames: must be the first frame and the one after the last" in call(*words, f"--frames={given}").line()
+        )
+    assert "no frames found" in call(*words, "--frames", "30:40").line()
+
+
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 7])
 def test_a_few_frames_lose_their_noise_too(count: int) -> None:
     """Frames that are repeated to fill a patch repeat their noise, of which the network must be told."""
@@ -190,7 +227,7 @@ def test_every_depth_is_an_early_exit(call: Call, trained: Any, clip: Path, tmp_
     assert np.abs(decoded(target)[0] - shown[2]).mean() < 2 < np.abs(shown[1] - shown[2]).mean()
     for depth in (-1, 3):
         line = call("denoise", "--run", trained.constrained, clip, "x.mp4", f"--depth={depth}").line()
-        assert "--depth must be from 0 to 2" in line
+        assert "depth must be from 0 to 2" in line
 
 
 def test_bad_targets_are_one_line_and_change_nothing(

@@ -18,12 +18,13 @@ from cdt_fast.tasks import open_run
 from cdt_fast.training.evaluation import judged
 from cdt_fast.training.optimizer import build_constraints
 from cdt_fast.video.data import from_patches, to_patches
-from cdt_fast.video.data.windows import DecodedClip, Part, VideoData, Windows
+from cdt_fast.video.data.clips import Clip
+from cdt_fast.video.data.windows import DecodedClip, Part, VideoData, Windows, load_clip
 from cdt_fast.video.evaluation import mean_depth_losses, measure, measure_baselines
 from cdt_fast.video.figures import keep_frames
-from cdt_fast.video.networks import build_network, reconstructed
+from cdt_fast.video.networks import build_network
 from cdt_fast.video.noise import noisy_batches
-from cdt_fast.video.quality import THRESHOLD_FACTOR, dct3d_denoise, dct3d_shifted_denoise
+from cdt_fast.video.quality import THRESHOLD_FACTOR, dct3d_denoise
 from cdt_fast.video.settings import VideoSettings
 from tests.runs import Config, evaluate_run, load_data
 from tests.tiny import scrolling_clip
@@ -48,22 +49,20 @@ def evaluated(model: DUST, config: VideoSettings) -> dict[str, Any]:
 def test_the_frames_that_a_report_shows_have_detail_and_are_what_is_measured(tmp_path: Path) -> None:
     config = VideoSettings.chosen({"model": {"layers": 1}})
     detailed, flat = scrolling_clip(8, 32, 32), np.full((8, 32, 32), 100, np.uint8)
-    clip = DecodedClip("clip", np.concatenate([flat, detailed, flat]))
-    windows = Windows([clip], [Part(0, 0, 24)], 8, 32)
-    data = VideoData(windows, windows, windows, 1 / 255, "", {})
+    frames = np.concatenate([flat, detailed, flat])
+    np.save(tmp_path / "clip.npy", frames)
+    clips = [DecodedClip("whole", frames), load_clip(Clip("clip", tmp_path / "clip.npy"), 24, False, 8)]
     model = build_network(config)
-    keep_frames(tmp_path / "frames", model, data, config)
-    kept = load_file(tmp_path / "frames")
-    gammas, frames = kept["gammas"], kept["frames"]
-    assert gammas.tolist() == [5.0, 25.5]
-    for number, gamma in enumerate(gammas.tolist()):
-        noisy, clean, deviation = list(noisy_batches(windows, gamma, data.sigma, torch.device("cpu"), batch=1))[1]
-        with torch.no_grad():
-            measured = reconstructed(model, config, noisy, deviation, None)[-1]
-        transformed = dct3d_shifted_denoise(noisy, gamma / 255, 8)
-        expected = torch.cat([clean, noisy, transformed, measured])[:, 4]
-        torch.testing.assert_close(frames[number], expected)
-    torch.testing.assert_close(frames[0, 0], torch.from_numpy(detailed[4]) / 255)
+    for clip in clips:  # of crops the frames that they were cut from
+        windows = Windows([clip], [Part(0, 0, 24)], 8, clip.frames.shape[-1])
+        keep_frames(tmp_path / "frames", model, VideoData(windows, windows, windows, 1 / 255, "", {}), config)
+        kept = load_file(tmp_path / "frames")
+        assert kept["level"] == 25.5
+        clean, noisy, transformed, denoised = kept["frames"]
+        torch.testing.assert_close(clean, torch.from_numpy(detailed[4]) / 255)
+        assert (noisy - clean).std() == pytest.approx(0.1, rel=0.1)
+        assert all((clean - shown).std() < 0.09 for shown in (transformed, denoised))
+        torch.testing.assert_close(kept["depths"], torch.stack([noisy, denoised]))
 
 
 @pytest.mark.parametrize(("name", "sequence"), [("dust", "time"), ("vit", "space")])

@@ -8,7 +8,7 @@ import torch
 
 from cdt_fast.checks import InputError
 from cdt_fast.models import DUST, DenoisingDUST
-from cdt_fast.video.comparison import as_table, compare_denoisers, peers
+from cdt_fast.video.comparison import as_table, compare_denoisers, peers, read_clips, write_report
 from cdt_fast.video.quality import SHIFTS, dct3d_denoise, dct3d_shifted_denoise, mean_psnr, psnr_of, ssim
 from cdt_fast.video.settings import VideoSettings
 from tests.tiny import scrolling_clip
@@ -62,27 +62,34 @@ def test_a_run_is_compared_with_other_denoisers_on_clips_of_anyone(tmp_path: Pat
     np.save(tmp_path / "short.npy", scrolling_clip(3, 40, 50))
     settings = VideoSettings.chosen({"data": {"window": 8}})
     model = DenoisingDUST(layers=2)
-    found = compare_denoisers(model, settings, [str(tmp_path / "clip.npy")], [20.0, 50.0])
-    by_name = {each["name"]: each for each in found}
+    found = compare_denoisers(model, settings, read_clips([str(tmp_path / "clip.npy")]), [20.0, 50.0])
+    by_name = {each.name: each for each in found.measured}
     noisy = by_name["noisy frames"]
-    assert noisy["psnr"] == pytest.approx([psnr_of(20.0), psnr_of(50.0)], abs=0.1)
+    assert noisy.psnr == pytest.approx([psnr_of(20.0), psnr_of(50.0)], abs=0.1)
     for name, each in by_name.items():
         if name != "noisy frames":
-            assert each["psnr"][1] > noisy["psnr"][1] + 0.5, name
-            assert len(each["psnr"]) == len(each["ssim"]) == 2
-    told = by_name["the network, 2 of 2 layers"]["psnr"]
-    assert told[1] > noisy["psnr"][1] + 6  # the start of the training is a threshold
-    assert by_name["the network, noise estimated"]["psnr"] == pytest.approx(told, abs=0.5)
-    rows = as_table(found, [20.0, 50.0])
-    assert len({len(row) for row in rows}) == 1
+            assert each.psnr[1] > noisy.psnr[1] + 0.5, name
+            assert len(each.psnr) == len(each.ssim) == 2
+        assert each.rate > 0
+        # All show the same frame.
+        assert (each.shown - found.clean).square().mean() <= (noisy.shown - found.clean).square().mean()
+    told = by_name["cdt_fast, 2 of 2 layers"].psnr
+    assert told[1] > noisy.psnr[1] + 6  # the start of the training is a threshold
+    assert by_name["cdt_fast, noise estimated"].psnr == pytest.approx(told, abs=0.5)
+    assert len({len(row) for row in as_table(found)}) == 1
+    write_report(tmp_path / "clips.html", found, "a command")
+    text = (tmp_path / "clips.html").read_text()
+    assert text.count("<tr>") == 1 + len(found.measured)
+    assert text.count("data:image/png;base64,") == 1
+    assert "frames a second at 50x40" in text
     with pytest.raises(InputError, match=r"short\.npy: has 3 frames"):
-        compare_denoisers(model, VideoSettings(), [str(tmp_path / "short.npy")], [20.0])
+        compare_denoisers(model, VideoSettings(), read_clips([str(tmp_path / "short.npy")]), [20.0])
     whole = VideoSettings.chosen({"data": {"frames": "resized"}})
     with pytest.raises(InputError, match="--clips compares a network for crops"):
         compare_denoisers(DUST(64, 64, 1), whole, [], [20.0])
 
 
 def test_a_filter_that_is_not_there_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "libavfilter, nlmeans" in peers()
+    assert "ffmpeg, nlmeans" in peers()
     monkeypatch.setattr("av.filter.filters_available", {"bm3d"})
-    assert list(peers()) == ["noisy frames", "3-D DCT, shifted grids", "libavfilter, bm3d"]
+    assert list(peers()) == ["noisy frames", "3-D DCT, shifted grids", "ffmpeg, bm3d"]

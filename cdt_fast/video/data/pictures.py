@@ -34,6 +34,7 @@ class Pictures(FrameSource):
         if not self.files:
             suffixes = ", ".join(sorted(suffix[1:] for suffix in IMAGE_SUFFIXES))
             raise InputError(f"{path}: the folder holds no frames; expected {suffixes} files")
+        self.expected = len(self.files)
 
     def _read(self) -> Iterator[tuple[str, np.ndarray]]:
         colored = any(self._has_color(file) for file in self.files)

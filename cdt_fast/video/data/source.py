@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from fractions import Fraction
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ class FrameSource(ABC):
     def __init__(self, path: Path) -> None:
         self.path = path
         self.frame_rate: Fraction | None = None  # a second; None where the file states none (frame folders, arrays)
+        self.expected: int | None = None  # number of frames, as the file states it; None: it does not
         # What is wrong with frames that were read all the same, a line each; whole once `frames` has ended.
         self.notes: list[str] = []
         self.times: list[Fraction] = []  # of each frame read so far, in seconds; empty where the file states none
@@ -50,12 +52,33 @@ class FrameSource(ABC):
             raise InputError(f"{self.path}: {found} found; a clip needs at least 2 frames")
 
 
+class Excerpt(FrameSource):
+    """Frames `start` up to (not including) `stop` of a clip, for a look: without sound and tags."""
+
+    def __init__(self, clip: FrameSource, start: int, stop: int) -> None:
+        super().__init__(clip.path)
+        self._clip, self._start, self._stop, self.frame_rate = clip, start, stop, clip.frame_rate
+        self.expected = stop - start if clip.expected is None else max(0, min(stop, clip.expected) - start)
+
+    def _read(self) -> Iterator[tuple[str, np.ndarray]]:
+        self.times = []
+        for number, frame in enumerate(islice(self._clip.frames(), self._start, self._stop), self._start):
+            self.times += self._clip.times[-1:]
+            self.tags = self._clip.tags
+            yield f"frame {number}", frame
+
+
 class FrameArray(FrameSource):
-    """A .npy file."""
+    """A .npy file, or an array in memory."""
+
+    def __init__(self, path: Path, array: np.ndarray | None = None) -> None:
+        super().__init__(path)
+        self._array = array
+        self.expected = None if array is None else len(array)
 
     def _read(self) -> Iterator[tuple[str, np.ndarray]]:
         try:
-            array = np.lib.format.open_memmap(self.path, mode="r")
+            array = np.lib.format.open_memmap(self.path, mode="r") if self._array is None else self._array
         except Exception as error:  # NumPy reports broken files by ValueError, SyntaxError, TypeError and others
             reason = " ".join(str(error).split()) or type(error).__name__
             raise InputError(f"{self.path}: cannot be read as a NumPy array ({reason}); {_EXPECTED_ARRAY}") from error

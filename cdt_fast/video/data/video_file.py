@@ -40,6 +40,7 @@ class VideoFile(FrameSource):
         with self.opened() as container:
             stream = self.stream(container)
             self.frame_rate = stream.average_rate or stream.guessed_rate or None
+            self.expected = stream.frames or None
 
     @contextmanager
     def opened(self) -> Iterator[Any]:

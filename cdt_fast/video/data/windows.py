@@ -7,7 +7,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, NamedTuple
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -16,7 +18,7 @@ from torch import Tensor
 from cdt_fast.checks import InputError, printable
 from cdt_fast.progress import progress_bar
 from cdt_fast.video.data.clips import Clip, Split, find_clips, open_source
-from cdt_fast.video.data.crops import PLANES, augmented, cut_crops, plane_of, preprocess, unscaled
+from cdt_fast.video.data.crops import PLANES, augmented, cut_crops, luma, plane_of, preprocess, unscaled
 from cdt_fast.video.data.scenes import demo_clip
 
 _MAX_LEVEL = 255
@@ -24,6 +26,7 @@ _NOTES_SHOWN = 10
 _MANY, _LONG = 4, 10  # clips, and windows of a clip, for each one that is held out
 _ROOM = 8  # pixels by which crops are larger than what is trained on
 _DEMO_SIDE = 320  # of the generated clip where crops are taken of it
+_SHOWN = 720, 1280  # rows and columns, at most, of frames that are measured or shown whole
 
 
 class DecodedClip(NamedTuple):
@@ -33,6 +36,7 @@ class DecodedClip(NamedTuple):
     frames: np.ndarray
     split: Split | None = None
     notes: tuple[str, ...] = ()
+    path: Path | None = None  # None: the generated clip
 
     @property
     def frames_per_row(self) -> int:
@@ -55,7 +59,13 @@ def load_clip(clip: Clip, size: int, progress: bool = True, crops_of: int | None
             shape = picture.shape
         file.flush()
         pixels = np.memmap(file, np.uint8, "r") if file.tell() else np.empty(0, np.uint8)
-    return DecodedClip(clip.name, pixels.reshape(-1, *shape), clip.split, tuple(source.notes))
+    return DecodedClip(clip.name, pixels.reshape(-1, *shape), clip.split, tuple(source.notes), clip.path)
+
+
+def middle(frame: np.ndarray, most: tuple[int, int] = _SHOWN) -> np.ndarray:
+    """Return the middle of a frame, of at most so many rows and columns."""
+    top, left = (max(0, (length - kept) // 2) for length, kept in zip(frame.shape, most, strict=False))
+    return frame[top : top + most[0], left : left + most[1]]
 
 
 class Part(NamedTuple):
@@ -168,6 +178,16 @@ class Windows:
 
         pairs = zip(indices, seeds, strict=True)
         return torch.stack([augmented(self._frames(at), partial(other, at), self.size, seed) for at, seed in pairs])
+
+    def whole(self, index: int) -> Tensor:
+        """Return the luma of the whole frames of a window, `[1, T, h, w]` in 0..255, of large ones their middle."""
+        clip, first, *_ = self._samples[index]
+        if not self._cropped:
+            return self.batch([index])
+        path = self._clips[clip].path
+        frames: Any = demo_clip(size=max(_DEMO_SIDE, self.size + _ROOM)) if path is None else open_source(path).frames()
+        window = np.stack([middle(luma(frame)) for frame in islice(frames, first, first + self.window)])
+        return torch.from_numpy(window)[None]
 
     def _frames(self, index: int) -> Tensor:
         clip, first, crop, plane = self._samples[index]
