@@ -7,7 +7,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint const
 
 demo: .venv/installed
 	rm -rf runs/demo
-	$(BIN)/cdt-fast reproduce video demo --seeds 0 --out runs/demo
+	$(BIN)/cdt-fast demo $(if $(CLIP),"$(CLIP)") --out runs/demo
 
 # `make test` is what a change must pass, in minutes; `make test-all` is what is marked `slow`. A worker for each
 # processor, and one thread a worker. The kernels' arithmetic runs in Triton's interpreter, which is chosen when Triton is

@@ -168,7 +168,8 @@ def loss_over_depth(runs: Sequence[EvaluatedRun]) -> Any:
         # A violation is what a loss is above its bound.
         pairs = enumerate(zip(values.layer_loss, values.violation, strict=True))
         allowed = [(depth, loss - above) for depth, (loss, above) in pairs if above is not None]
-        axis.plot(*zip(*allowed, strict=True), "--", color=COLORS[number % len(COLORS)]) if allowed else None
+        if values.constrained and allowed:
+            axis.plot(*zip(*allowed, strict=True), "--", color=COLORS[number % len(COLORS)])
     axis.set(xlabel="depth")
     set_log_scale(axis, "loss")
     add_legend(axis)
