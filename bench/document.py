@@ -1,4 +1,4 @@
-"""The tables of the bench: a case on a terminal, and docs/benchmarks.md with its pictures from the results files.
+"""The tables of the bench: lines for a terminal, and docs/benchmarks.md with its pictures from the results files.
 
     python -m cdt_fast.bench.document [--results bench/results] [--out docs/benchmarks.md]
 
@@ -16,9 +16,8 @@ from typing import Any
 from cdt_fast.bench.results_file import read
 from cdt_fast.bench.suites import SUITES
 from cdt_fast.files import replaced_atomically, write_text
-from cdt_fast.tables import as_markdown, as_text
+from cdt_fast.tables import as_markdown
 
-HEAD = ("implementation", "role", "rounds", "median", "spread", "× eager", "× best peer", "peak MiB")
 SETTINGS = ("cores", "threads", "instructions", "cuda", "torch", "triton", "python")
 INTRODUCTION = """\
 # Benchmarks
@@ -43,21 +42,19 @@ all suites take about an hour on two cores, most of it for torch.compile.
 Case = Mapping[str, Any]
 
 
-def case_as_text(case: Case) -> str:
-    """A table of all implementations of a case, with the reason if one was not timed."""
-    sizes = (f"{name} {value}" for name, value in case["shape"].items())
-    more = "; ".join(filter(None, [", ".join(size for size in sizes if size not in case["case"]), case["note"]]))
-    table = as_text([HEAD, *([name, *_words(one)] for name, one in case["implementations"].items())])
-    remarks = [f"  {name}: {remark}" for name, remark in _remarks([case]) if not remark.startswith("unavailable")]
-    return "\n".join(["", case["case"] + (f" ({more})" if more else ""), table, *remarks])
+def line_of(case: Case) -> str:
+    """A line on a case: `cdt_fast` beside the baseline and the best peer, and what failed or was wrong."""
+    time, over_eager, best, peak = _figures(case, "")
+    found = [f"{time}, {over_eager} x baseline, {best and f'{best}, '}{peak} MiB"] if time else []
+    found += [f"{name} {remark}" for name, remark in _remarks([case]) if not remark.startswith("unavailable")]
+    return f"{case['case']}: {'; '.join(found)}"
 
 
-def _words(one: Case) -> list[str]:
-    if one["status"] != "timed":
-        return [one["role"], "", one["status"], "", "", "", ""]
-    spread = "..".join(map(_seconds, one["spread_seconds"]))
-    ratios = map(_ratio, (one["over_eager"], one["over_best_peer"]))
-    return [one["role"], str(len(one["seconds"])), _seconds(one["median_seconds"]), spread, *ratios, _mebibytes(one)]
+def rows_of(case: Case) -> list[list[str]]:
+    """A row for each implementation that was timed: its time, how many times as fast as the baseline, and peak MiB."""
+    timed = ((name, one) for name, one in case["implementations"].items() if one["status"] == "timed")
+    rows = ([name, _seconds(one["median_seconds"]), _ratio(one["over_eager"]), _mebibytes(one)] for name, one in timed)
+    return [[f"{name}, {case['dtype']}" if case["dtype"] not in name else name, *words] for name, *words in rows]
 
 
 def _seconds(value: float) -> str:

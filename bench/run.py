@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from cdt_fast.bench import results_file
-from cdt_fast.bench.document import case_as_text, table_of
+from cdt_fast.bench.document import line_of, table_of
 from cdt_fast.bench.measure import measure
 from cdt_fast.bench.suites import SUITES
 from cdt_fast.checks import InputError, check_integer
@@ -65,7 +65,7 @@ def run_command(options: argparse.Namespace) -> int:
         if options.out:
             write_json(path, contents)
         if not options.quick:
-            print(case_as_text(found[-1]), flush=True)
+            print(line_of(found[-1]), flush=True)
         gc.collect()  # the tensors of a case hang on closures that know each other
     if options.quick:
         print(as_text(table_of(found)))

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from cdt_fast import experiments, page, tasks
+from cdt_fast.bench.document import rows_of
 from cdt_fast.bench.measure import measure
 from cdt_fast.bench.suites import step
 from cdt_fast.files import replaced_atomically
@@ -98,17 +99,13 @@ def _trained(clip: str | None, out: Path, number: int) -> tuple[str, Table, list
 def _timed(clip: str | None, out: Path, number: int) -> tuple[str, Table, list[str]]:
     _say(number, "times a training step, a minute")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    table: Table = []
-    for case in islice(step.cases(device, "gpu" if device.type == "cuda" else "demo"), 2):
+    cases = list(islice(step.cases(device, "gpu" if device.type == "cuda" else "demo"), 2))  # of both precisions
+    found = []
+    for case in cases:
         few = tuple(one for one in case.implementations if one.role != "peer" or one.name == "torch.compile")
-        found = measure(replace(case, implementations=few), device, 3)
-        shape = ", ".join(f"{name} {size}" for name, size in case.shape.items())
-        table = table or [[f"a step of 5 layers ({shape})", "ms", "x eager", "MiB at the peak"]]
-        for name, one in found["implementations"].items():
-            if one["status"] == "timed" and (one["role"] != "eager" or len(table) == 1):
-                memory = "" if one["peak_bytes"] is None else f"{one['peak_bytes'] / 2**20:,.0f}"
-                milliseconds, ratio = f"{1000 * one['median_seconds']:.0f}", f"{one['over_eager']:.1f}"
-                words = f"eager torch, {case.dtype}" if one["role"] == "eager" else f"{name}, {case.dtype}"
-                table.append([words, milliseconds, ratio, memory])
+        found.append(measure(replace(case, implementations=few), device, 3))
+    shape = ", ".join(f"{name} {size}" for name, size in cases[0].shape.items())
+    table = [[f"a step of 5 layers ({shape})", "time", "x eager", "MiB at the peak"]]
+    table += [*rows_of(found[0]), *rows_of(found[1])[1:]]  # the baseline of both is that in float32
     words = "Forward, backward, optimizer and multipliers, measured here and now. More cases: `cdt-fast bench --quick`."
     return "The speed of a training step", table, [page.paragraph(words)]

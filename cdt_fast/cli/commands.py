@@ -150,7 +150,7 @@ def denoise(options: argparse.Namespace) -> None:
     from cdt_fast.video.denoising import denoise_video, open_denoiser
 
     model, settings, caution = open_denoiser(options.run_folder)
-    chosen = {name: getattr(options, name) for name in ("depth", "sigma", "grids", "overwrite", "part")}
+    chosen = {name: getattr(options, name) for name in ("depth", "sigma", "overwrite", "part")}
     written = denoise_video(model, settings, options.source, options.target, caution=caution, **chosen)
     for note in written["notes"]:
         print(f"cdt-fast: note: {printable(note)}", file=sys.stderr)

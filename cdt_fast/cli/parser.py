@@ -89,8 +89,6 @@ def build_parser() -> Parser:
     add("--depth", type=int, metavar="K", help="leave after K layers (default: all)")
     text = "the noise's standard deviation in gray levels of 0..255; auto: estimated from the frames (auto)"
     add("--sigma", type=_level, default="auto", metavar="LEVEL", help=text)
-    text = "mean over K x K shifted grids of patches (default: as in the training)"
-    add("--grids", type=int, metavar="K", help=text)
     text = "only frames A up to (not including) B, without sound, for a look, as in 0:50"
     add("--frames", dest="part", type=_part, metavar="A:B", help=text)
     add("--overwrite", action="store_true", help="replace OUT if it exists")

@@ -44,7 +44,6 @@ class Denoising:
     # Standard deviation of the noise in gray levels, of a noise-adaptive model alone; None: estimated, each window on
     # its own, in brightness where there are colors.
     sigma: float | None = None
-    grids: int | None = None  # the result is the mean over `grids²` shifted grids; None: those of the training
     found: list[float] = field(default_factory=list)  # the estimates, in gray levels
 
     def frames(self, frames: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
@@ -116,7 +115,7 @@ class Denoising:
         narrow = torch.float16 if frames.is_cuda else torch.bfloat16
         enabled = frames.is_cuda or (self.settings.crops and cpu_has_bf16_products())
         with torch.autocast(frames.device.type, narrow, enabled=enabled):
-            chosen = deviation, self.grids, self.depth, True, few_grids
+            chosen = deviation, None, self.depth, True, few_grids
             return reconstructed(self.model, self.settings, frames, *chosen)[-1]
 
 
@@ -167,24 +166,17 @@ def _colored(frame: np.ndarray) -> np.ndarray:
 
 
 def _checked(
-    model: Denoiser,
-    settings: VideoSettings,
-    depth: int | None = None,
-    sigma: float | None = None,
-    grids: int | None = None,
+    model: Denoiser, settings: VideoSettings, depth: int | None = None, sigma: float | None = None
 ) -> Denoising:
     """Return a `Denoising`, or InputError: an option is not valid for the network."""
     depth = model.layers if depth is None else depth
-    most = settings.data.patch if settings.crops else 1
     if not 0 <= depth <= model.layers:
         raise InputError(f"depth must be from 0 to {model.layers}, got {depth}")
-    if grids is not None and not 1 <= grids <= most:
-        raise InputError(f"grids must be from 1 to {most}, got {grids}")
     if sigma is not None and not settings.crops:
         raise InputError(f"sigma is {sigma}, and a network of whole frames takes the noise as it comes")
     if sigma is not None and not 0 < sigma < float("inf"):
         raise InputError(f"sigma must be the noise's standard deviation in gray levels, above 0, got {sigma}")
-    return Denoising(model, settings, depth, sigma, grids)
+    return Denoising(model, settings, depth, sigma)
 
 
 def denoise_video(
@@ -210,7 +202,7 @@ def denoise_video(
         part: the first frame and the one after the last, without sound; None: all of the video.
         overwrite: replace `target` if it exists.
         caution: a line that is printed on stderr before anything is written.
-        options: `depth`, the number of layers (None: all), `sigma` and `grids`, as in `Denoising`.
+        options: `depth`, the number of layers (None: all), and `sigma`, as in `Denoising`.
 
     Returns:
         What was written, the `sigma` that was given or found (the median), and `notes` of what is wrong or lost.

@@ -321,6 +321,3 @@ def test_a_level_that_is_none_or_beyond_the_training_is_said(tmp_path: Path) -> 
             told(sigma=sigma)
     with pytest.raises(InputError, match="takes the noise as it comes"):
         denoise_video(DUST(64, 16, 1), settings_of(), tmp_path / "in.npy", tmp_path / "out.mp4", sigma=5)
-    for grids in (0, 9):
-        with pytest.raises(InputError, match="grids must be from 1 to 8"):
-            told(grids=grids)
