@@ -14,11 +14,11 @@ _HEAD = """<!doctype html>
 body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 70rem; margin: auto; padding: 0 1rem 2rem; color: #222 }}
 table {{ border-collapse: collapse; font-size: .875rem; font-variant-numeric: tabular-nums }}
 td, th {{ padding: .2rem .6rem; text-align: right; border-bottom: 1px solid #ddd }}
+td {{ white-space: nowrap }}
 td:first-child, th:first-child {{ text-align: left; padding-left: 0 }}
 th {{ vertical-align: bottom }}
-.wide {{ overflow-x: auto; margin: 1rem 0 }}
-figure {{ margin: 1.5rem 0 }}
-img {{ max-width: 100% }}
+.wide, figure {{ overflow-x: auto; margin: 1rem 0 }}
+img {{ max-width: 100%; min-width: 36rem }}
 figcaption {{ color: #555 }}
 code {{ background: #f3f3f3; padding: .1rem .3rem; overflow-wrap: anywhere }}
 </style>
@@ -38,7 +38,7 @@ def paragraph(text: str) -> str:
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Return a table, the heading first; on a narrow screen it scrolls by itself."""
+    """Return a table, the heading first; on a narrow screen it scrolls by itself, as pictures do."""
     lines = []
     for row in rows:
         cell = "td" if lines else "th"

@@ -5,6 +5,7 @@ import itertools
 import os
 import shlex
 import sys
+import time
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -151,13 +152,16 @@ def denoise(options: argparse.Namespace) -> None:
 
     model, settings, caution = open_denoiser(options.run_folder)
     chosen = {name: getattr(options, name) for name in ("depth", "sigma", "overwrite", "part")}
+    begin = time.perf_counter()
     written = denoise_video(model, settings, options.source, options.target, caution=caution, **chosen)
+    seconds = time.perf_counter() - begin
     for note in written["notes"]:
         print(f"cdt-fast: note: {printable(note)}", file=sys.stderr)
     noise = "" if written["sigma"] is None else f", noise of {written['sigma']:.3g} gray levels"
     print(
         f"{options.target}: {written['frames']} frames, {written['width']}x{written['height']}, "
-        f"{written['frame_rate']:.4g} a second, {written['depth']} of {written['layers']} layers{noise}"
+        f"{written['frame_rate']:.4g} a second, {written['depth']} of {written['layers']} layers{noise}; "
+        f"done in {seconds:.0f} s, {written['frames'] / seconds:.1f} frames a second"
     )
 
 

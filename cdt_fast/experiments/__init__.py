@@ -143,6 +143,12 @@ def listing() -> str:
     lines = ["experiments:"]
     for experiment in map(Experiment.load, names()):
         lines += [f"  {experiment.name}: {experiment.title}", f"      SOURCE: {experiment.source}"]
+        known = [f"{cell.name}: {' / '.join(map(str, cell.paper.values()))}" for cell in experiment.cells if cell.paper]
+        lines += [f"      constrained / plain in the paper: {'; '.join(known)}"] * bool(known)
+    lines += [
+        "",
+        "A run on Ped2 takes 4 to 10 minutes of one core; the minutes of all are said before the first begins.",
+    ]
     return "\n".join([*lines, "", "example: cdt-fast reproduce video clip.mp4 --seeds 0 --out runs/clip"])
 
 
