@@ -18,29 +18,25 @@ from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.video.data.windows import VideoData, Windows
 from cdt_fast.video.networks import Denoiser, ReconstructionLosses, device_of, reconstructed, training_input
 from cdt_fast.video.noise import LEVELS, noisy_batches, unit_noise_batches, with_noise
-from cdt_fast.video.quality import BASELINES, psnr_of, ssim
+from cdt_fast.video.quality import BASELINES
 from cdt_fast.video.settings import VideoSettings
 
 
 class VideoEvaluation(Evaluation):
     """The `evaluation.json` of a run on video.
 
-    RMSE and PSNR are on 0..255, over all pixels of a noise level; `mean_rmse` is the plain mean over the levels, and
-    SSIM the mean over frames. Losses are sums over the pixels of a patch with values in [0, 1], or in units of the
-    noise's variance for crops, means over the tokens, at levels spread over the training's, of which `training_gamma`
-    is the middle. A sample of `per_sample` is one sequence, or one window of crops.
+    RMSE is on 0..255, over all pixels of a noise level, `mean_rmse` its plain mean over the levels. Losses are sums
+    over the pixels of a patch with values in [0, 1], or in units of the noise's variance for crops, means over the
+    tokens, at levels spread over the training's, of which `training_gamma` is the middle. A sample of `per_sample` is
+    one sequence, or one window of crops.
     """
 
     tied: bool
     test_windows: list[tuple[str, int]]
     sigma: float
     rmse: list[float]
-    psnr: list[float | None]
-    ssim: list[float]
     mean_rmse: float
     baseline_rmse: dict[str, list[float]]
-    baseline_psnr: dict[str, list[float | None]]
-    baseline_ssim: dict[str, list[float]]
     depth_rmse: list[list[float]]
 
     HEADLINE: ClassVar[str] = "mean RMSE"
@@ -73,12 +69,11 @@ def measure(
 ) -> dict[str, Any]:
     """Return the entries of `VideoEvaluation` on the test windows, but for the baselines' and what `training` adds.
 
-    RMSE and SSIM are of outputs whose matrix products were in the dtype `autocast`, where it is given.
+    RMSE is of outputs whose matrix products were in the dtype `autocast`, where it is given.
     """
-    denoise = _all_depths(model, settings, autocast)
-    errors, alike = _measured(denoise, 1, data.test, data.sigma, settings, device_of(model))
+    rmse = _measured(_all_depths(model, settings, autocast), data.test, data.sigma, settings, device_of(model))
     losses = _losses_of_samples(model, data, settings)
-    final, *_ = rmse = errors.T.tolist()
+    final = [depths[-1] for depths in rmse]
     return {
         "tied": getattr(model, "tied", False),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
@@ -88,10 +83,8 @@ def measure(
         "sigma": data.sigma,
         "gamma": list(settings.evaluation.gammas),
         "rmse": final,
-        "psnr": list(map(psnr_of, final)),
-        "ssim": alike[:, 0].tolist(),
         "mean_rmse": sum(final) / len(final),
-        "depth_rmse": [list(depths) for depths in zip(*reversed(rmse), strict=True)],
+        "depth_rmse": rmse,
         "layer_loss": losses.mean(1).tolist(),
         "per_sample": per_sample_statistics(losses),
     }
@@ -102,8 +95,8 @@ def mean_rmse(
 ) -> float:
     """Return the headline of `VideoEvaluation` on these windows."""
     denoise = _all_depths(model, settings, autocast)
-    errors, _ = _measured(lambda *given: denoise(*given)[:1], 0, windows, sigma, settings, device_of(model))
-    return errors.mean().item()
+    rmse = _measured(denoise, windows, sigma, settings, device_of(model), shown=False)
+    return sum(depths[-1] for depths in rmse) / len(rmse)
 
 
 def _all_depths(
@@ -113,8 +106,7 @@ def _all_depths(
 
     def denoise(noisy: Tensor, deviation: Tensor) -> list[Tensor]:
         with torch.autocast(noisy.device.type, autocast, enabled=autocast is not None):
-            depths = reconstructed(model, settings, noisy.to(dtype), deviation.to(dtype))
-        return depths[::-1]  # the last first: SSIM is of it alone
+            return reconstructed(model, settings, noisy.to(dtype), deviation.to(dtype))
 
     return denoise
 
@@ -125,13 +117,8 @@ def measure_baselines(data: VideoData, settings: VideoSettings, device: torch.de
     def denoise(noisy: Tensor, deviation: Tensor) -> list[Tensor]:
         return [baseline(noisy, deviation[0].item(), settings.data.patch) for baseline in BASELINES.values()]
 
-    errors, alike = _measured(denoise, len(BASELINES), data.test, data.sigma, settings, device)
-    rmse = dict(zip(BASELINES, errors.T.tolist(), strict=True))
-    return {
-        "baseline_rmse": rmse,
-        "baseline_psnr": {name: list(map(psnr_of, values)) for name, values in rmse.items()},
-        "baseline_ssim": dict(zip(BASELINES, alike.T.tolist(), strict=True)),
-    }
+    rmse = _measured(denoise, data.test, data.sigma, settings, device)
+    return {"baseline_rmse": dict(zip(BASELINES, map(list, zip(*rmse, strict=True)), strict=True))}
 
 
 def known_baselines(folder: RunFolder, data: VideoData, settings: VideoSettings) -> dict[str, Any] | None:
@@ -142,36 +129,34 @@ def known_baselines(folder: RunFolder, data: VideoData, settings: VideoSettings)
         with suppress(InputError):  # of an older version, or of another task
             there, values = VideoSettings.load(path.with_name("config.toml")), read_json(path, VideoEvaluation)
             if same == (there.data.model_dump(exclude={"gamma"}), values.gamma, values.sigma, values.test_windows):
-                return {name: getattr(values, name) for name in ("baseline_rmse", "baseline_psnr", "baseline_ssim")}
+                return {"baseline_rmse": values.baseline_rmse}
     return None
 
 
 @torch.no_grad()
 def _measured(
     denoise: Callable[[Tensor, Tensor], list[Tensor]],
-    compared: int,
     windows: Windows,
     sigma: float,
     settings: VideoSettings,
     device: torch.device,
-) -> tuple[Tensor, Tensor]:
-    """Return the RMSE on 0..255 `[levels, outputs]` and the SSIM `[levels, compared]`, that of the first outputs, of
-    what `denoise` makes of noisy frames and their deviation `[b]`; all levels have the same noise, up to its strength.
+    shown: bool = True,
+) -> list[list[float]]:
+    """Return the RMSE on 0..255 `[levels, outputs]` of what `denoise` makes of noisy frames and their deviation `[b]`;
+    all levels have the same noise, up to its strength.
     """
     gammas = settings.evaluation.gammas
-    sums: list[Any] = [0.0] * len(gammas)  # of squared errors, and of SSIM
-    with progress_bar(total=len(windows), desc="evaluate", unit="window", shown=compared > 0) as bar:
+    sums: list[Any] = [0.0] * len(gammas)
+    with progress_bar(total=len(windows), desc="evaluate", unit="window", shown=shown) as bar:
         for _, clean, drawn in unit_noise_batches(windows, device):
             for level, gamma in enumerate(gammas):
                 deviation = clean.new_full((len(clean),), gamma * sigma)
                 outputs = denoise(with_noise(clean, deviation, drawn), deviation)
                 squares = [(output - clean).square().sum(dtype=torch.float64) for output in outputs]
-                alike = [ssim(output.to(clean.dtype), clean).sum(dtype=torch.float64) for output in outputs[:compared]]
-                sums[level] += torch.stack([*squares, *alike])
+                sums[level] += torch.stack(squares)
             bar.update(len(clean))
-    frames = len(windows) * windows.window
-    squares, alike = (torch.stack(sums).cpu() / frames).split([sums[0].numel() - compared, compared], 1)
-    return LEVELS * (squares / windows.size**2).sqrt(), alike
+    pixels = len(windows) * windows.window * windows.size**2
+    return (LEVELS * (torch.stack(sums) / pixels).sqrt()).tolist()
 
 
 @torch.no_grad()

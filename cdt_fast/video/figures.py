@@ -15,7 +15,7 @@ from cdt_fast.video.data.windows import VideoData
 from cdt_fast.video.evaluation import VideoEvaluation
 from cdt_fast.video.networks import Denoiser, device_of, reconstructed
 from cdt_fast.video.noise import LEVELS
-from cdt_fast.video.quality import dct3d_shifted_denoise, mean_psnr
+from cdt_fast.video.quality import dct3d_shifted_denoise, psnr_of
 from cdt_fast.video.settings import VideoSettings
 
 _SHOWN_GAMMA = 0.5  # the noise level of the frames that a report shows, where the training's is lower
@@ -41,21 +41,17 @@ def level_sign(run: EvaluatedRun) -> str:
 
 
 def tables(runs: Sequence[EvaluatedRun]) -> list[Table]:
-    """Return RMSE, and PSNR with SSIM, a noise level and their mean: identity, baselines without weights, the runs."""
+    """Return RMSE, and PSNR, a noise level and their mean: identity, baselines without weights, the runs."""
     reference = runs[0].evaluation
     levels = [f"{level_sign(runs[0])} {gamma:g}" for gamma in reference.gamma]
     errors = [["RMSE (0..255)", "parameters", *levels, "mean"]]
-    quality = [["PSNR in dB / SSIM", *levels, "mean"]]
-    rows = [
-        (baseline_label(runs[0], name), 0, rmse, reference.baseline_psnr[name], reference.baseline_ssim[name])
-        for name, rmse in reference.baseline_rmse.items()
-    ]
-    measured = [(run.label, run.evaluation) for run in runs]
-    rows += [(label, values.parameters, values.rmse, values.psnr, values.ssim) for label, values in measured]
-    for name, parameters, rmse, psnr, alike in rows:
+    quality = [["PSNR in dB", *levels, "mean"]]
+    rows = [(baseline_label(runs[0], name), 0, rmse) for name, rmse in reference.baseline_rmse.items()]
+    rows += [(run.label, run.evaluation.parameters, run.evaluation.rmse) for run in runs]
+    for name, parameters, rmse in rows:
+        psnr = list(map(psnr_of, rmse))
         errors.append([name, f"{parameters:,}", *(f"{value:.2f}" for value in (*rmse, sum(rmse) / len(rmse)))])
-        pairs = [*zip(psnr, alike, strict=True), (mean_psnr(psnr), sum(alike) / len(alike))]
-        quality.append([name, *("" if level is None else f"{level:.2f} / {like:.3f}" for level, like in pairs)])
+        quality.append([name, *(f"{value:.2f}" for value in (*psnr, sum(psnr) / len(psnr)))])
     return [errors, quality]
 
 

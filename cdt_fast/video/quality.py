@@ -1,7 +1,7 @@
 """PSNR and SSIM of denoised frames, and denoisers without weights, which a trained one has to beat."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -16,15 +16,9 @@ _SIDE, _DEVIATION = 11, 1.5  # of the window of SSIM, as in its paper
 _BRIGHTNESS, _CONTRAST = 0.01**2, 0.03**2
 
 
-def psnr_of(rmse: float) -> float | None:
-    """Return `20 log10(255 / RMSE)` in dB of an error on 0..255; None where there is no error."""
-    return 20 * math.log10(LEVELS / rmse) if rmse > 0 else None
-
-
-def mean_psnr(values: Sequence[float | None]) -> float | None:
-    """Return the plain mean over noise levels; None where one of them has no error."""
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if len(known) == len(values) else None
+def psnr_of(rmse: float) -> float:
+    """Return `20 log10(255 / RMSE)` in dB of an error on 0..255; infinity where there is no error."""
+    return 20 * math.log10(LEVELS / rmse) if rmse > 0 else math.inf
 
 
 def ssim(frames: Tensor, clean: Tensor) -> Tensor:
@@ -35,28 +29,19 @@ def ssim(frames: Tensor, clean: Tensor) -> Tensor:
     with Gaussian windows of 11 x 11 pixels and deviation 1.5 that lie within the frame (smaller where a frame is), and
     C₁ = 0.01², C₂ = 0.03², for frames `[b, T, h, w]` in [0, 1].
     """
-    pair = torch.stack([frames, clean]).flatten(0, 2)
+    pair = torch.stack([frames, clean]).flatten(0, 2).unsqueeze(1)
     first, second = pair.chunk(2)
     moments = torch.cat([first, second, first * first, second * second, first * second])
-    for _ in range(2):  # along rows, then along columns
-        moments = (moments @ _windows(moments.shape[-1]).to(moments)).mT
-    x, y, xx, yy, xy = moments.chunk(5)
+    rows, columns = (_gaussian(min(_SIDE, length)).to(moments) for length in frames.shape[-2:])
+    x, y, xx, yy, xy = torch.nn.functional.conv2d(moments, torch.outer(rows, columns)[None, None]).chunk(5)
     brightness = (2 * x * y + _BRIGHTNESS) / (x * x + y * y + _BRIGHTNESS)
     structure = (2 * (xy - x * y) + _CONTRAST) / ((xx - x * x) + (yy - y * y) + _CONTRAST)
-    return (brightness * structure).mean((1, 2)).view(clean.shape[:2])
+    return (brightness * structure).mean((1, 2, 3)).view(clean.shape[:2])
 
 
-def _windows(length: int) -> Tensor:
-    """Return the weights `[length, windows]` of Gaussian windows that lie within a row: one product, where a CPU's
-    convolution of one channel takes several times longer."""
-    side = min(_SIDE, length)
+def _gaussian(side: int) -> Tensor:
     position = torch.arange(side, dtype=torch.float64) - (side - 1) / 2
-    weights = torch.softmax(-position.square() / (2 * _DEVIATION**2), 0)
-    starts = torch.arange(length - side + 1)
-    windows = weights.new_zeros(length, len(starts))
-    for offset, weight in enumerate(weights):
-        windows[starts + offset, starts] = weight
-    return windows
+    return torch.softmax(-position.square() / (2 * _DEVIATION**2), 0)
 
 
 def dct3d_denoise(frames: Tensor, noise_deviation: float, patch: int) -> Tensor:
