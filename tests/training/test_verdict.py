@@ -53,8 +53,10 @@ def test_a_verdict_is_about_bounds_and_a_trained_model(options: dict[str, Any], 
     run = run_of([9.0, 3.0], **options)
     assert verdict(run) == (text == "success", text)
     assert verdict_table([run]) == [
-        ["run", "bounds hold", "better than the input", "than DCT", "than plain training"],
-        [run.label, bounds, "yes", "yes", ""],
+        ["", "RMSE at γ 0.15", "bounds hold", "better than the input", "than DCT", "than plain training"],
+        ["the input", "5.6", "", "", "", ""],
+        ["DCT", "4", "", "", "", ""],
+        [run.label, "3", bounds, "yes", "yes", ""],
     ]
 
 
@@ -82,9 +84,9 @@ def test_a_verdict_is_about_the_input_the_baselines_and_a_plain_run(
     others = [run_of([9.0, plain], constrained=False, margins=[0.0, 0.4] if margin else None)] if plain else []
     run = run_of([9.0, last], margins=[0.0, margin] if margin else None)
     assert verdict(run)[1] == text
-    _, own, *rows = verdict_table([run, *others])
-    assert own[2:] == answers
-    assert [row[1::3] for row in rows] == [["", ""]] * len(others)  # neither bounds nor a plain run
+    own, *rows = verdict_table([run, *others])[1 + len(INPUT) :]
+    assert own[3:] == answers
+    assert [row[2::3] for row in rows] == [["", ""]] * len(others)  # neither bounds nor a plain run
 
 
 def test_the_plain_run_is_of_the_same_size_and_seed() -> None:
