@@ -78,11 +78,9 @@ def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def parsed_json(text: str | bytes, where: str, kind: Any = Any) -> Any:
-    """Parse a JSON text from outside; `where` is what a message calls it: a file, or a line of one.
-
-    `kind` is a type that pydantic checks and converts to, such as `list[str]`, a dataclass or a model. Its parser also
-    refuses what would fail later: deep nesting, numbers of thousands of digits, halves of surrogate pairs.
-    """
+    """Parse a JSON text from outside; `where` is what a message calls it: a file, or a line of one. `kind` is a type
+    that pydantic checks and converts to, such as `list[str]`, a dataclass or a model. Its parser also refuses what
+    would fail later: deep nesting, numbers of thousands of digits, halves of surrogate pairs."""
     try:
         return TypeAdapter(kind).validate_json(text)
     except ValidationError as error:

@@ -49,10 +49,8 @@ def block_share(sequences, programs):
 @triton.jit
 def rows_of_sequences(start, end, tokens, lengths, BLOCK: tl.constexpr):
     """Find the rows of the sequences `start … end`: their offsets, which exist, which are no padding, who may see whom.
-
     Returns the tile's first row (int64), and within the tile: row (int32), exists and counts `[BLOCK]`, visible
-    `[BLOCK, BLOCK]` (query, key).
-    """
+    `[BLOCK, BLOCK]` (query, key)."""
     local = tl.arange(0, BLOCK)
     sequence = start + local // tokens
     exists = sequence < end
@@ -95,11 +93,9 @@ def store_rows(pointer, row, mask, start, value, WIDTH: tl.constexpr, BLOCK_WIDT
 
 @triton.jit
 def softmax_tile(scores, visible):
-    """Compute the softmax over the visible keys of each row (`scores` carry log2 e), and its log-sum-exp in base 2.
-
-    A row that sees nothing gets weights of zero and a log-sum-exp of +∞, which makes its weights zero again in a
-    backward that computes `exp2(scores − log-sum-exp)`. Sequences share a tile, so a NaN reaches its neighbors in it.
-    """
+    """Compute the softmax over the visible keys of each row (`scores` carry log2 e), and its log-sum-exp in base 2. A
+    row that sees nothing gets weights of zero and a log-sum-exp of +∞, which makes its weights zero again in a backward
+    that computes `exp2(scores − log-sum-exp)`. Sequences share a tile, so a NaN reaches its neighbors in it."""
     scores = tl.where(visible, scores, float("-inf"))
     peak = tl.max(scores, 1)
     seen = tl.max(visible.to(tl.int32), 1) > 0

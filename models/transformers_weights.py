@@ -12,10 +12,8 @@ from cdt_fast.checks import InputError
 
 def load_complete(kind: Any, name: Any, *, new_head: bool = False, **options: Any) -> Any:
     """Return `kind.from_pretrained(name, **options)` with every weight from the files, finite; no code of theirs runs.
-
     A weight that is missing, or of another shape, is an InputError (transformers itself takes random numbers), but with
-    `new_head` outside of the base model and in its pooler: these are trained anew. Pickle files are not read.
-    """
+    `new_head` outside of the base model and in its pooler: these are trained anew. Pickle files are not read."""
     options = {"use_safetensors": True, "trust_remote_code": False, **options}
     model, loading = kind.from_pretrained(name, output_loading_info=True, **options)
     # A mismatched key comes with its two shapes.

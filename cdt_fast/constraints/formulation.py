@@ -48,11 +48,9 @@ class RunningMean(nn.Module):
 
 
 class Objective(nn.Module):
-    """F, as weights that are known before the forward.
-
-    The gradient of log ℓ_l is that of ℓ_l over ℓ_l, for which the average ā_l stands. The common factor ā_L gives the
-    last depth the weight c_L, so that multipliers mean what they mean beside ℓ_L.
-    """
+    """F, as weights that are known before the forward. The gradient of log ℓ_l is that of ℓ_l over ℓ_l, for which the
+    average ā_l stands. The common factor ā_L gives the last depth the weight c_L, so that multipliers mean what they
+    mean beside ℓ_L."""
 
     def __init__(self, layers: int, options: DescentOptions) -> None:
         super().__init__()
@@ -88,11 +86,9 @@ class Objective(nn.Module):
 
 
 class Descent(nn.Module):
-    """g_0..g_L, and the weights that their multipliers give the depths; see `DescentConstraints`.
-
-    `exists` and `uses_reference` (not the previous loss), `[L+1]` bool, are of the constraints, of which the first is
-    that of the reference; `measured` is the mean that becomes an automatic one, else None.
-    """
+    """g_0..g_L, and the weights that their multipliers give the depths; see `DescentConstraints`. `exists` and
+    `uses_reference` (not the previous loss), `[L+1]` bool, are of the constraints, of which the first is that of the
+    reference; `measured` is the mean that becomes an automatic one, else None."""
 
     def __init__(self, layers: int, options: DescentOptions) -> None:
         super().__init__()

@@ -14,10 +14,8 @@ from cdt_fast.models.layer_losses.outputs import IGNORED
 
 
 def constraints_for(given: DescentConstraints | Mapping[str, Any], layer_losses: LayerLosses) -> DescentConstraints:
-    """Return `given`, or constraints with these options, which may name a `preset`.
-
-    InputError: it is neither, names an unknown option, or does not have one loss a depth that is read.
-    """
+    """Return `given`, or constraints with these options, which may name a `preset`. InputError: it is neither, names an
+    unknown option, or does not have one loss a depth that is read."""
     if isinstance(given, Mapping):
         given = DescentConstraints(layer_losses.num_constraints, **options_of(**given))
     if not isinstance(given, DescentConstraints):

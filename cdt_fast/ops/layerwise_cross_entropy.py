@@ -596,11 +596,9 @@ def _sweep(
 
 
 class _Gradients:
-    """The gradients that are needed, to which chunks are added; zero at the depths that are not `on`.
-
-    `G W` of the hidden states of each depth; `Gᵀ x` of the head, in at least float32: in bfloat16 a long sum stops
-    growing; and `Σ G` over the chunks, of which there may be many, in float64.
-    """
+    """The gradients that are needed, to which chunks are added; zero at the depths that are not `on`. `G W` of the
+    hidden states of each depth; `Gᵀ x` of the head, in at least float32: in bfloat16 a long sum stops growing; and `Σ
+    G` over the chunks, of which there may be many, in float64."""
 
     def __init__(
         self, hidden: Sequence[Tensor], weight: Tensor, rows: Sequence[_Rows], on: Sequence[bool], options: _Options

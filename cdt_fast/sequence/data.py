@@ -137,11 +137,9 @@ def digest(part: TextData | Sequence[Instruction]) -> str:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Return the rows of a UTF-8 file: a table whose first row names the columns, or objects of JSON.
-
-    In a CSV double quotes enclose fields, which then may hold commas and line breaks; a TSV has a row a line, and a
-    quote in it is a character like others.
-    """
+    """Return the rows of a UTF-8 file: a table whose first row names the columns, or objects of JSON. In a CSV double
+    quotes enclose fields, which then may hold commas and line breaks; a TSV has a row a line, and a quote in it is a
+    character like others."""
     suffix = path.suffix.lower().replace("ndjson", "jsonl")
     if suffix not in _SUFFIXES:
         raise InputError(f"{path}: is of an unknown format; give a file whose suffix is one of {', '.join(_SUFFIXES)}")

@@ -98,11 +98,9 @@ def encoded_instructions(
 
 
 def word_tokenizer(texts: Iterable[str], least: int = 1) -> Any:
-    """Return a tokenizer of transformers by lower-case words, with inner apostrophes, and punctuation marks, in NFKC.
-
-    A character of a script without blanks (Chinese, Japanese, Thai and others) is a word. The vocabulary are the words
-    that occur `least` times in `texts`, most frequent first, after padding, unknown words and what separates a pair.
-    """
+    """Return a tokenizer of transformers by lower-case words, with inner apostrophes, and punctuation marks, in NFKC. A
+    character of a script without blanks (Chinese, Japanese, Thai and others) is a word. The vocabulary are the words
+    that occur `least` times in `texts`, most frequent first, after padding, unknown words and what separates a pair."""
     transformers = _transformers()
     from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 

@@ -32,9 +32,7 @@ def save_checkpoint(path: str | os.PathLike[str], state: dict[str, Any]) -> None
 
 def load_checkpoint(path: str | os.PathLike[str], *, run: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Read what `save_checkpoint` wrote, on the CPU; `run`: the `run_identity` of the training that resumes from it.
-
-    InputError: there is no checkpoint, it cannot be read, or it is not of that training.
-    """
+    InputError: there is no checkpoint, it cannot be read, or it is not of that training."""
     if not os.path.exists(path):
         raise InputError(f"{path}: there is no checkpoint yet")
     words, tensors = _read(path)

@@ -64,10 +64,8 @@ def verdict(run: EvaluatedRun) -> tuple[bool, str]:
 
 
 def checks(run: EvaluatedRun, runs: Sequence[EvaluatedRun]) -> dict[str, str]:
-    """Return what is asked of one of `runs`, on the same data, and the answers: "" where a check does not apply.
-
-    Chance explains what is within the margins of the losses; to take those of two runs as independent is cautious.
-    """
+    """Return what is asked of one of `runs`, on the same data, and the answers: "" where a check does not apply. Chance
+    explains what is within the margins of the losses; to take those of two runs as independent is cautious."""
     own, values, plain = run.task.report([run]), run.evaluation, plain_run(run, runs)
     last, margin = own.depths[-1], (own.margins or [0.0])[-1]
 

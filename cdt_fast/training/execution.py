@@ -41,10 +41,8 @@ class Execution:
 
 
 def resolve_execution(settings: RunSettings, task: Task) -> Execution:
-    """Choose what the settings leave open, and set torch's precision of float32 products to match.
-
-    InputError: the device is cuda, and this machine has no such GPU.
-    """
+    """Choose what the settings leave open, and set torch's precision of float32 products to match. InputError: the
+    device is cuda, and this machine has no such GPU."""
     wanted, there = settings.training.device, torch.cuda.is_available()
     if wanted == "cuda" and not there:
         raise InputError("[training] device is cuda, but torch finds no CUDA GPU here")

@@ -44,11 +44,9 @@ def build_constraints(
 
 
 def build_optimizer(parameters: Iterable[Any], lr: float, *, on_device: bool) -> AdamW:
-    """Build Adam; InputError: the rate is beyond what an update in float32 can be made with.
-
-    Parameters may come in groups `{"params": …, "factor": …}`, with factors of the learning rate. `on_device` keeps it
-    and the count of steps on the parameters' device, in one fused kernel, for a step that a CUDA graph captures.
-    """
+    """Build Adam; InputError: the rate is beyond what an update in float32 can be made with. Parameters may come in
+    groups `{"params": …, "factor": …}`, with factors of the learning rate. `on_device` keeps it and the count of steps
+    on the parameters' device, in one fused kernel, for a step that a CUDA graph captures."""
     if lr > 1e30:
         raise InputError(f"[training] lr must be at most 1e+30, got {lr:g}")
     trained = list(parameters)
@@ -76,10 +74,8 @@ def load_optimizer_state(optimizer: AdamW, state: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class TrainingStep:
-    """One optimizer step: forward, backward, clipping, update, sums for the log, duals.
-
-    Nothing here waits for the device, nor changes anything on the host.
-    """
+    """One optimizer step: forward, backward, clipping, update, sums for the log, duals. Nothing here waits for the
+    device, nor changes anything on the host."""
 
     losses: nn.Module  # of `(*batch, weights)`: `(total, per_depth)`
     optimizer: Optimizer
@@ -90,10 +86,8 @@ class TrainingStep:
         self, batches: Iterable[Sequence[Tensor]], counts: Sequence[int], known: Sequence[float] | None, update: bool
     ) -> None:
         """Take the step on the tensors of micro-batches, whose losses are means over `counts` items (tokens, texts).
-
         `known` are the weights of the depths if the host knows them: a depth of weight 0 then costs no backward. None:
-        those of the constraints. `update` moves the multipliers: not in a warm-up, nor without constraints.
-        """
+        those of the constraints. `update` moves the multipliers: not in a warm-up, nor without constraints."""
         weights = self.constraints.weights() if known is None and self.constraints is not None else known
         self.optimizer.zero_grad(set_to_none=True)
         for batch, count in zip(batches, counts, strict=True):

@@ -58,10 +58,8 @@ def as_png(figure: Any) -> bytes:
 
 
 def verdict_table(runs: Sequence[EvaluatedRun]) -> Table:
-    """Return the measure and the checks of every run, a row each, below what it is compared with.
-
-    Only the first comparison says "better".
-    """
+    """Return the measure and the checks of every run, a row each, below what it is compared with. Only the first
+    comparison says "better"."""
     own = [run.task.report([run]) for run in runs]
     bounds, first, *others = checks(runs[0], runs)
     rows = [["", own[0].measure, bounds, first, *(name.removeprefix("better ") for name in others)]]

@@ -252,10 +252,8 @@ class RunSettings(BaseModel):
     @classmethod
     def chosen(cls, given: Sections, preset: str | None = None, file: str | os.PathLike[str] | None = None) -> Self:
         """Return the settings of a new run: the defaults, over them a preset (in place of the file's), over that a TOML
-        file, which may be for runs of several kinds, then what is given.
-
-        InputError: as `load` and `set`; a given setting has no effect.
-        """
+        file, which may be for runs of several kinds, then what is given. InputError: as `load` and `set`; a given
+        setting has no effect."""
         sections: dict[str, Any] = {} if file is None else read_toml(file)
         settings = cls()
         settings.use_preset(preset)

@@ -40,10 +40,8 @@ class Task(Protocol):
 
 
 class Workload(Protocol):
-    """Model, losses and batches of one training.
-
-    A sample (a window, a text, a sequence) is chosen by its number among the training samples, and has its own seed.
-    """
+    """Model, losses and batches of one training. A sample (a window, a text, a sequence) is chosen by its number among
+    the training samples, and has its own seed."""
 
     model: nn.Module  # on the CPU until the loop places it
     num_constraints: int  # L; there are L+1 losses

@@ -20,11 +20,9 @@ _GOLDEN = 0.6180339887498949
 def add_noise_by_window(
     clean: Tensor, noise: tuple[float, float], sigma: float, generator: torch.Generator, seeds: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """Return x = s + γ σ ε with ε ~ N(0, 1), and the standard deviation of the noise `[windows]`.
-
-    `clean` has the windows one after the other along its first dimension: frames, or the tokens of `to_patches`. γ is
-    drawn from the range `noise` for each window, and `sigma` is in the unit of `clean`.
-    """
+    """Return x = s + γ σ ε with ε ~ N(0, 1), and the standard deviation of the noise `[windows]`. `clean` has the
+    windows one after the other along its first dimension: frames, or the tokens of `to_patches`. γ is drawn from the
+    range `noise` for each window, and `sigma` is in the unit of `clean`."""
     least, greatest = noise
     noisy, deviations = [], []
     for window, seed in zip(clean.chunk(len(seeds)), seeds, strict=True):

@@ -125,10 +125,8 @@ class VideoSettings(shared.RunSettings):
 
     def grid_places(self, grids: int | None, few: bool = False) -> list[tuple[int, int, int]]:
         """Return rows, columns and frames by which `grids²` grids are moved; half of them by half a patch in time.
-
         None: as in the training, for crops every other one of 4 x 4 grids, like the squares of one color of a
-        chessboard, nearly as good as all sixteen, or with `few` one in each row and column of these; else one grid.
-        """
+        chessboard, nearly as good as all sixteen, or with `few` one in each row and column of these; else one grid."""
         chessboard, side = grids is None and self.crops, self.data.patch
         along = _CHESSBOARD if chessboard else grids or 1
         places = [(row, column) for row in range(along) for column in range(along)]

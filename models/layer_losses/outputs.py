@@ -18,10 +18,8 @@ _KINDS: dict[type, type] = {}
 
 
 def targets_of(labels: Any, classes: int, *, shift: bool, items: Any = None) -> tuple[Tensor, Tensor]:
-    """Return labels, each a class or `IGNORED`, as int64 targets of their shape, and how many count, `[]`.
-
-    With `shift` the target of a token is the label of the next one; `items` divides the losses in place of the count.
-    """
+    """Return labels, each a class or `IGNORED`, as int64 targets of their shape, and how many count, `[]`. With `shift`
+    the target of a token is the label of the next one; `items` divides the losses in place of the count."""
     if not isinstance(labels, Tensor) or labels.dtype not in (torch.int64, torch.int32) or not labels.dim():
         raise InputError(f"labels must be an integer tensor, one class a row or a token, got {describe(labels)}")
     # Without a host sync, and without a break of a compiled graph.

@@ -12,11 +12,9 @@ from torch import nn
 
 
 class WrappedForward:
-    """A function that stands in the place of a module's `forward`, with the same signature, until `remove`.
-
-    The new forward is a method of the module, and finds this object in the module: accelerate takes the method apart
-    and binds its function again, and a deep copy of the module binds it to the copy, which holds a copy of this object.
-    """
+    """A function that stands in the place of a module's `forward`, with the same signature, until `remove`. The new
+    forward is a method of the module, and finds this object in the module: accelerate takes the method apart and binds
+    its function again, and a deep copy of the module binds it to the copy, which holds a copy of this object."""
 
     def __init__(self, module: nn.Module, answer: Callable[..., Any]) -> None:
         self.original: Callable[..., Any] = module.forward

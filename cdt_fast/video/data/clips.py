@@ -34,9 +34,7 @@ class Clip(NamedTuple):
 
 def open_source(path: str | os.PathLike[str]) -> FrameSource:
     """Open a clip, a video file, a folder of pictures or a .npy array; much of it is checked as `frames()` reads.
-
-    InputError: the path is missing or is not a clip. MissingExtra: the `video` extra is needed, and not installed.
-    """
+    InputError: the path is missing or is not a clip. MissingExtra: the `video` extra is needed, and not installed."""
     place = Path(path)
     if place.is_dir():
         return Pictures(place)

@@ -29,10 +29,8 @@ def to_patches(frames: Tensor, patch: int = 16, sequence: Sequence = "time", pat
 def from_patches(
     tokens: Tensor, shape: tuple[int, ...], patch: int = 16, sequence: Sequence = "time", patch_frames: int = 1
 ) -> Tensor:
-    """Return the frames `shape`, (b, T, h, w) with b perhaps -1, that `to_patches` cut; the exact inverse.
-
-    InputError: the tokens are not those of such frames.
-    """
+    """Return the frames `shape`, (b, T, h, w) with b perhaps -1, that `to_patches` cut; the exact inverse. InputError:
+    the tokens are not those of such frames."""
     cut, expected = _layout(shape, patch, sequence, patch_frames)
     if tuple(tokens.shape[1:]) != expected[1:]:
         how = f"frames {list(shape)} in patches of {patch} as {sequence!r} sequences give {list(expected)}"

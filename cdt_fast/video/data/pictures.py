@@ -22,10 +22,8 @@ _MAX_COUNTER = 99_999  # of a file's number; greater ones are dates or times, wh
 
 
 class Pictures(FrameSource):
-    """Pictures in natural order of their names; upright, as EXIF says.
-
-    Hidden files, backups and thumbnails are skipped. A clip with one color picture is a color clip.
-    """
+    """Pictures in natural order of their names; upright, as EXIF says. Hidden files, backups and thumbnails are
+    skipped. A clip with one color picture is a color clip."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)

@@ -35,10 +35,8 @@ class FrameSource(ABC):
         """Yield each frame in order, with what to call it in a message ("frame 3" or "frame 003.png")."""
 
     def frames(self) -> Iterator[np.ndarray]:
-        """Yield the frames in order: uint8 [h, w, 3] RGB or, from gray sources, [h, w].
-
-        InputError: a frame cannot be read, has another size than the first, or there are fewer than two frames.
-        """
+        """Yield the frames in order: uint8 [h, w, 3] RGB or, from gray sources, [h, w]. InputError: a frame cannot be
+        read, has another size than the first, or there are fewer than two frames."""
         count, first = 0, (0, 0)
         for count, (label, frame) in enumerate(self._read(), 1):
             height, width = frame.shape[:2]

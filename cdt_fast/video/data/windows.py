@@ -134,11 +134,9 @@ def _divided(clip: DecodedClip, index: int, window: int, held_out: int) -> list[
 
 
 class Windows:
-    """Windows of `window` consecutive frames of `parts`: whole frames, or planes of crops.
-
-    Crops are larger than `size` by what `augmented` moves them. In training the samples are all planes of every crop,
-    else the luma of those at full resolution.
-    """
+    """Windows of `window` consecutive frames of `parts`: whole frames, or planes of crops. Crops are larger than `size`
+    by what `augmented` moves them. In training the samples are all planes of every crop, else the luma of those at full
+    resolution."""
 
     def __init__(
         self, clips: Sequence[DecodedClip], parts: Sequence[Part], window: int, size: int, training: bool = False
@@ -212,11 +210,9 @@ class VideoData:
 def load_video(
     source: str | os.PathLike[str], *, window: int = 20, size: int = 160, crops: bool = False, progress: bool = True
 ) -> VideoData:
-    """Decode video, cut it into crops at full resolution or make whole frames square, and split it into windows.
-
-    The source is anything that `find_clips` takes, or the word "demo" for the generated clip. InputError: a clip cannot
-    be read, has too few frames, or the training frames are one flat gray.
-    """
+    """Decode video, cut it into crops at full resolution or make whole frames square, and split it into windows. The
+    source is anything that `find_clips` takes, or the word "demo" for the generated clip. InputError: a clip cannot be
+    read, has too few frames, or the training frames are one flat gray."""
     side = size + _ROOM if crops else size
     if source == "demo":
         frames = demo_clip(size=max(_DEMO_SIDE, side) if crops else size)
