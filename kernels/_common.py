@@ -10,6 +10,7 @@ import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
+Blocks = Mapping[str, Any]  # a block's shape and launch options
 
 
 def block_shapes(*names: str) -> Callable[..., dict[str, int]]:
@@ -28,7 +29,7 @@ def sizes_of(dictionary: Any) -> dict[str, int]:
     return {"CODE_WIDTH": code_width, "WIDTH": width, "BLOCK_WIDTH": block_width(width)}
 
 
-def programs_of(sequences: int, tokens: int, processors: int, blocks: Mapping[str, Any]) -> int:
+def programs_of(sequences: int, tokens: int, processors: int, blocks: Blocks) -> int:
     """Return in how many programs every block gets as many whole sequences as any other, or one fewer, and the last
     wave is full: a multiprocessor holds one block of eight warps, by its registers."""
     if not tokens:
@@ -66,9 +67,8 @@ def rows_of_sequences(start, end, tokens, lengths, BLOCK: tl.constexpr):
 def load_rows(pointer, row, mask, start, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
     """Load columns `start … start + BLOCK_WIDTH` of the rows `row` of a contiguous `[rows, WIDTH]`; zero elsewhere."""
     column = start + tl.arange(0, BLOCK_WIDTH)
-    return tl.load(
-        pointer + row[:, None] * WIDTH + column[None, :], mask=mask[:, None] & (column < WIDTH)[None, :], other=0.0
-    )
+    inside = mask[:, None] & (column < WIDTH)[None, :]
+    return tl.load(pointer + row[:, None] * WIDTH + column[None, :], mask=inside, other=0.0)
 
 
 @triton.jit
@@ -84,11 +84,8 @@ def load_atoms(
 def store_rows(pointer, row, mask, start, value, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
     """Undo `load_rows`: `value` `[rows, BLOCK_WIDTH]` is rounded to the dtype stored."""
     column = start + tl.arange(0, BLOCK_WIDTH)
-    tl.store(
-        pointer + row[:, None] * WIDTH + column[None, :],
-        value.to(pointer.dtype.element_ty),
-        mask=mask[:, None] & (column < WIDTH)[None, :],
-    )
+    inside = mask[:, None] & (column < WIDTH)[None, :]
+    tl.store(pointer + row[:, None] * WIDTH + column[None, :], value.to(pointer.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -106,17 +103,10 @@ def softmax_tile(scores, visible):
 
 @triton.jit
 def tile_scores(
-    z,
-    row,
-    counts,
-    scale,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    ENERGY: tl.constexpr,
-    PRECISION: tl.constexpr,
+    z, row, counts, scale, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ENERGY: tl.constexpr, PRECISION: tl.constexpr
 ):
     """Compute β S of a tile, times log2 e, `[ROWS, ROWS]` in float32."""
+    ROWS: tl.constexpr = row.shape[0]
     scores = tl.zeros((ROWS, ROWS), tl.float32)
     for start in range(0, WIDTH, COLUMNS):
         chunk = load_rows(z, row, counts, start, WIDTH, COLUMNS)

@@ -15,7 +15,6 @@ rows of V, dY and dV over the whole width n, and takes the m atoms in chunks. No
 # The checker takes a `@triton.jit` function that is called in another for one that never returns.
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from torch import Tensor
 
 from cdt_fast.kernels._common import (
     LOG2_E,
+    Blocks,
     block_shapes,
     block_share,
     load_atoms,
@@ -58,9 +58,8 @@ def energy_attention(
     e, row, exists, visible, parameters, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr
 ):
     """Compute the scores for β = 1 and δ = 0, the attention and ρ² of each row."""
-    ROWS: tl.constexpr = visible.shape[0]
-    scores = tile_scores(e, row, exists, 1.0 / LOG2_E, WIDTH, ROWS, COLUMNS, True, PRECISION)
-    place = tl.arange(0, ROWS)
+    scores = tile_scores(e, row, exists, 1.0 / LOG2_E, WIDTH, COLUMNS, True, PRECISION)
+    place = tl.arange(0, visible.shape[0])
     own = tl.where(place[:, None] == place[None, :], tl.load(parameters + 1), 0.0)
     attention, _ = softmax_tile((scores * tl.load(parameters) - own) * LOG2_E, visible)
     return scores, attention, tl.where(exists, tl.sum(attention * attention, 1), 1.0)
@@ -115,9 +114,7 @@ def denoising_forward_kernel(
     squares = tl.zeros((ROWS,), tl.float32)
     for start in range(0, CODE_WIDTH, ATOMS):
         atoms = load_atoms(dictionary, start, CODE_WIDTH, WIDTH, BLOCK_WIDTH, ATOMS)
-        codes, _inverse, _ratio, gate = gated_codes(
-            mean, atoms, spread, thresholds, sharpness, start, CODE_WIDTH, PRECISION
-        )
+        codes, _, _, gate = gated_codes(mean, atoms, spread, thresholds, sharpness, start, CODE_WIDTH, PRECISION)
         squares += tl.sum(gate * gate, 1)
         result = tl.dot((codes * gate).to(atoms.dtype), tl.trans(atoms), result, input_precision=PRECISION)
     store_rows(y, row, exists, 0, result, WIDTH, BLOCK_WIDTH)
@@ -169,8 +166,7 @@ def denoising_backward_kernel(
     weight = 2.0 * spread * tl.load(grad_variance + first + row, mask=exists, other=0.0)
 
     sharpness = tl.load(parameters + 2)
-    grad_spread = tl.zeros((ROWS,), tl.float32)  # of log ρ
-    grad_sharpness = tl.zeros((ROWS,), tl.float32)
+    grad_spread, grad_sharpness = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32)  # of log ρ, and of κ
     for start in range(0, CODE_WIDTH, ATOMS):
         atoms = load_atoms(dictionary, start, CODE_WIDTH, WIDTH, BLOCK_WIDTH, ATOMS)
         codes, inverse, ratio, gate = gated_codes(
@@ -234,7 +230,7 @@ def denoising_backward_kernel(
         store_rows(dw, row, exists, start, gradient, WIDTH, COLUMNS)
 
 
-def _launch(kernel: Any, arguments: tuple[Any, ...], programs: int, blocks: Mapping[str, Any]) -> None:
+def _launch(kernel: Any, arguments: tuple[Any, ...], programs: int, blocks: Blocks) -> None:
     signal, _, dictionary, *_ = arguments
     if programs:
         kernel[(programs,)](*arguments, *signal.shape[:2], programs, **sizes_of(dictionary), **blocks)
@@ -249,7 +245,7 @@ def forward(
     thresholds: Tensor,
     parameters: Tensor,
     processors: int,
-    blocks: Mapping[str, Any],
+    blocks: Blocks,
 ) -> tuple[Tensor, Tensor]:
     """Return Y `[B, T, n]` and, in float32, v `[B, T]`."""
     output, variance = torch.empty_like(signal), signal.new_empty(signal.shape[:2], dtype=torch.float32)
@@ -268,7 +264,7 @@ def backward(
     grad_variance: Tensor | None,
     needs_dictionary: bool,
     processors: int,
-    blocks: Mapping[str, Any],
+    blocks: Blocks,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """Return dW and dE in their dtype, and in float32 dt `[m]`, (dβ, dδ, dκ) and, if needed, dD."""
     programs = programs_of(*signal.shape[:2], processors, blocks)

@@ -9,13 +9,14 @@ stage, always in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from cdt_fast.kernels._common import Blocks
 
 # 16 bytes a thread and load in bfloat16; a card with more bandwidth takes more warps.
 BLOCKS = {
@@ -91,9 +92,7 @@ def reconstruction_backward_kernel(
         tl.store(grad_target + offsets, (0.0 - total).to(grad_target.dtype.element_ty), mask=inside)
 
 
-def forward(
-    reconstructions: Sequence[Tensor], target: Tensor, padding: Tensor | None, blocks: Mapping[str, Any]
-) -> Tensor:
+def forward(reconstructions: Sequence[Tensor], target: Tensor, padding: Tensor | None, blocks: Blocks) -> Tensor:
     """Return `[depths]` float32: the squared errors of each depth, summed over everything that is not padding."""
     depths, elements = len(reconstructions), target.numel()
     programs = triton.cdiv(elements, blocks["COLUMNS"])
@@ -112,16 +111,11 @@ def forward(
 
 
 def backward(
-    reconstructions: Sequence[Tensor],
-    target: Tensor,
-    padding: Tensor | None,
-    factors: Tensor,
-    needs: Sequence[bool],
-    blocks: Mapping[str, Any],
+    depths: list[Tensor], target: Tensor, padding: Tensor | None, factors: Tensor, needs: list[bool], blocks: Blocks
 ) -> list[Tensor | None]:
     """Return the gradients of the depths and last of the target, those that are needed. The factors are `[depths]`
     float32, `2 dℓ_l / tokens`; a depth whose factor is 0 gets a gradient of zeros."""
-    tensors = [*reconstructions, target]
+    tensors = [*depths, target]
     gradients = [
         torch.empty_like(tensor, memory_format=torch.contiguous_format) if needed else tensor
         for tensor, needed in zip(tensors, needs, strict=True)
@@ -129,14 +123,14 @@ def backward(
     programs = triton.cdiv(target.numel(), blocks["COLUMNS"])
     if programs:
         reconstruction_backward_kernel[(programs,)](
-            tuple(depth.contiguous() for depth in reconstructions),
+            tuple(depth.contiguous() for depth in depths),
             tuple(gradients[:-1]),
             target.contiguous(),
             None if padding is None else padding.contiguous().view(torch.uint8),
             factors,
             gradients[-1] if needs[-1] else None,
             *(target.numel(), target.shape[-1]),
-            DEPTHS=len(reconstructions),
+            DEPTHS=len(depths),
             WRITTEN=sum(1 << depth for depth, needed in enumerate(needs[:-1]) if needed),
             **blocks,
         )

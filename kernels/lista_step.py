@@ -10,15 +10,12 @@ Backward, with dU = dH⁺ where H⁺ ≠ 0 (everywhere for v itself), again in t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from cdt_fast.kernels._common import load_atoms, load_rows, sizes_of, store_rows
+from cdt_fast.kernels._common import Blocks, load_atoms, load_rows, sizes_of, store_rows
 
 # In 16 bits none of them spills registers; 128 rows do, on sm_90 too.
 BLOCKS = {
@@ -92,7 +89,7 @@ def lista_step_backward_kernel(
     CODE_WIDTH: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
-    PASSES_EVERYWHERE: tl.constexpr,
+    PASSES_ALL: tl.constexpr,
     PRECISION: tl.constexpr,
     ROWS: tl.constexpr,
     ATOMS: tl.constexpr,
@@ -100,11 +97,10 @@ def lista_step_backward_kernel(
     first = tl.program_id(0).to(tl.int64) * ROWS
     row = tl.arange(0, ROWS)
     exists = row < rows - first
-    grad_output += first * CODE_WIDTH
-    output += first * CODE_WIDTH
+    grad_output, output = grad_output + first * CODE_WIDTH, output + first * CODE_WIDTH
     total = tl.zeros([ROWS, BLOCK_WIDTH], tl.float32)
     for start in range(0, CODE_WIDTH, ATOMS):
-        update = _load_update(grad_output, output, row, exists, start, PASSES_EVERYWHERE, CODE_WIDTH, ATOMS)
+        update = _load_update(grad_output, output, row, exists, start, PASSES_ALL, CODE_WIDTH, ATOMS)
         if grad_update is not None:
             store_rows(grad_update + first * CODE_WIDTH, row, exists, start, update, CODE_WIDTH, ATOMS)
         atoms = load_atoms(dictionary, start, CODE_WIDTH, WIDTH, BLOCK_WIDTH, ATOMS)
@@ -114,7 +110,7 @@ def lista_step_backward_kernel(
     if grad_codes is not None:
         for start in range(0, CODE_WIDTH, ATOMS):
             # Masked once more rather than read back: another thread of the block may have written it.
-            update = _load_update(grad_output, output, row, exists, start, PASSES_EVERYWHERE, CODE_WIDTH, ATOMS)
+            update = _load_update(grad_output, output, row, exists, start, PASSES_ALL, CODE_WIDTH, ATOMS)
             atoms = load_atoms(dictionary, start, CODE_WIDTH, WIDTH, BLOCK_WIDTH, ATOMS)
             through = update.to(tl.float32) - tl.dot(correction, atoms, input_precision=PRECISION)
             store_rows(grad_codes + first * CODE_WIDTH, row, exists, start, through, CODE_WIDTH, ATOMS)
@@ -122,18 +118,11 @@ def lista_step_backward_kernel(
 
 @triton.jit
 def _load_update(
-    grad_output,
-    output,
-    row,
-    exists,
-    start,
-    PASSES_EVERYWHERE: tl.constexpr,
-    CODE_WIDTH: tl.constexpr,
-    ATOMS: tl.constexpr,
+    grad_output, output, row, exists, start, PASSES_ALL: tl.constexpr, CODE_WIDTH: tl.constexpr, ATOMS: tl.constexpr
 ):
     """Load columns of dU, from dH⁺ and H⁺; a code that is NaN is not zero, and its gradient passes."""
     update = load_rows(grad_output, row, exists, start, CODE_WIDTH, ATOMS)
-    if not PASSES_EVERYWHERE:
+    if not PASSES_ALL:
         passes = load_rows(output, row, exists, start, CODE_WIDTH, ATOMS) != 0
         update = tl.where(passes, update.to(tl.float32), 0.0).to(update.dtype)
     return update
@@ -148,7 +137,7 @@ def forward(
     threshold: float,
     nonlinearity: str,
     keep_residual: bool,
-    blocks: Mapping[str, Any],
+    blocks: Blocks,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the next codes `[rows, m]` and, if it is kept, X − H Dᵀ `[rows, n]`; n is at most 256."""
     rows = len(codes)
@@ -171,7 +160,7 @@ def backward(
     nonlinearity: str,
     needs_codes: bool,
     needs_update: bool,
-    blocks: Mapping[str, Any],
+    blocks: Blocks,
 ) -> tuple[Tensor | None, Tensor, Tensor | None]:
     """Return dH `[rows, m]`, dX `[rows, n]` and dU `[rows, m]`; dH and dU are None if they are not needed."""
     rows = len(output)
@@ -182,7 +171,7 @@ def backward(
         lista_step_backward_kernel[(triton.cdiv(rows, blocks["ROWS"]),)](
             *(grad_output, output, dictionary, grad_codes, grad_residual, grad_update, rows, step),
             **sizes_of(dictionary),
-            PASSES_EVERYWHERE=nonlinearity == "identity",
+            PASSES_ALL=nonlinearity == "identity",
             **blocks,
         )
     return grad_codes, grad_residual, grad_update

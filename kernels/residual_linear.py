@@ -9,14 +9,12 @@ step of tokens too wide for the fused kernel.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from cdt_fast.kernels._common import Blocks
 from cdt_fast.kernels.lista_step import apply_nonlinearity
 
 BLOCKS = {
@@ -78,21 +76,14 @@ def residual_linear_forward_kernel(
         total = tl.dot(x_tile, weight_tile, total, input_precision=PRECISION)
 
     exists = row_exists & column_exists
-    added = tl.load(
-        residual + row[:, None] * residual_row_stride + column[None, :] * residual_column_stride, mask=exists, other=0.0
-    )
+    residual_places = residual + row[:, None] * residual_row_stride + column[None, :] * residual_column_stride
+    added = tl.load(residual_places, mask=exists, other=0.0)
     value = apply_nonlinearity(added.to(tl.float32) + alpha * total, threshold, NONLINEARITY)
     tl.store(output + row[:, None] * columns + column[None, :], value.to(output.dtype.element_ty), mask=exists)
 
 
 def forward(
-    x: Tensor,
-    weight: Tensor,
-    residual: Tensor,
-    alpha: float,
-    threshold: float,
-    nonlinearity: str,
-    blocks: Mapping[str, Any],
+    x: Tensor, weight: Tensor, residual: Tensor, alpha: float, threshold: float, nonlinearity: str, blocks: Blocks
 ) -> Tensor:
     """Return `φ(residual + α x W)`, `[rows, m]`, contiguous, in the dtype of x. The operands may have any strides; the
     residual is `[rows, m]` or `[m]`."""
@@ -102,11 +93,8 @@ def forward(
     tiles = triton.cdiv(rows, blocks["ROWS"]) * triton.cdiv(columns, blocks["COLUMNS"])
     if tiles:
         residual_linear_forward_kernel[(tiles,)](
-            *(x, weight, residual, output),
-            *(rows, depth, columns),
-            *(*x.stride(), *weight.stride(), *residual.stride()),
-            alpha,
-            threshold,
+            *(x, weight, residual, output, rows, depth, columns),
+            *(*x.stride(), *weight.stride(), *residual.stride(), alpha, threshold),
             NONLINEARITY=nonlinearity,
             **blocks,
         )

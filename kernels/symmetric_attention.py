@@ -21,9 +21,6 @@ With `values` None V is z, and dZ is the sum of both gradients.
 # The checker takes a `@triton.jit` function that is called in another for one that never returns.
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -32,6 +29,7 @@ from torch import Tensor
 from cdt_fast.kernels._common import (
     LN_2,
     LOG2_E,
+    Blocks,
     block_shapes,
     block_width,
     load_rows,
@@ -105,10 +103,8 @@ def packed_forward_kernel(
     start = tl.program_id(0) * per_tile
     end = tl.minimum(start + per_tile, sequences)
     first, row, exists, counts, visible = rows_of_sequences(start, end, tokens, lengths, ROWS)
-    z += first * WIDTH
-    values += first * VALUE_WIDTH
-    output += first * VALUE_WIDTH
-    scores = tile_scores(z, row, counts, scale, WIDTH, ROWS, COLUMNS, ENERGY, PRECISION)
+    z, values, output = z + first * WIDTH, values + first * VALUE_WIDTH, output + first * VALUE_WIDTH
+    scores = tile_scores(z, row, counts, scale, WIDTH, COLUMNS, ENERGY, PRECISION)
     attention, log_sum = softmax_tile(scores, visible)
     tl.store(log_sum_exp + first + row, log_sum * LN_2, mask=exists)
     for start in range(0, VALUE_WIDTH, COLUMNS):
@@ -140,10 +136,8 @@ def packed_backward_kernel(
     start = tl.program_id(0) * per_tile
     end = tl.minimum(start + per_tile, sequences)
     first, row, exists, counts, visible = rows_of_sequences(start, end, tokens, lengths, ROWS)
-    z += first * WIDTH
-    values += first * VALUE_WIDTH
-    grad_output += first * VALUE_WIDTH
-    scores = tile_scores(z, row, counts, scale, WIDTH, ROWS, COLUMNS, ENERGY, PRECISION)
+    z, values, grad_output = z + first * WIDTH, values + first * VALUE_WIDTH, grad_output + first * VALUE_WIDTH
+    scores = tile_scores(z, row, counts, scale, WIDTH, COLUMNS, ENERGY, PRECISION)
     attention, _ = softmax_tile(scores, visible)
     # Rounded here, and transposed where it is used: whole, it spills beside values of 1024 columns.
     low = attention.to(grad_output.dtype.element_ty)
@@ -238,8 +232,7 @@ def streaming_forward_kernel(
         norms += first
         own_norm = tl.load(norms + position, mask=counts, other=0.0)
     peak = tl.full((ROWS,), float("-inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    rounded_total = tl.zeros((ROWS,), tl.float32)
+    total, rounded_total = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32)
     result = tl.zeros((ROWS, BLOCK_VALUE_WIDTH), tl.float32)
     for start in range(0, length, KEYS):
         key = start + tl.arange(0, KEYS)
@@ -372,7 +365,7 @@ def forward(
     scale: float,
     energy: bool,
     keep_remainder: bool,
-    blocks: Mapping[str, Any],
+    blocks: Blocks,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the output `[B, T, k]`, the rows' log-sum-exp `[B, T]` and, if it is kept, what rounding took off."""
     sequences, tokens, width = z.shape
@@ -384,8 +377,7 @@ def forward(
         per_tile = blocks["ROWS"] // tokens
         packed_forward_kernel[(triton.cdiv(sequences, per_tile),)](
             *(z, z if values is None else values, output, log_sum_exp, lengths),
-            *(sequences, tokens, per_tile),
-            scale,
+            *(sequences, tokens, per_tile, scale),
             WIDTH=width,
             VALUE_WIDTH=value_width,
             ENERGY=energy,
@@ -396,8 +388,7 @@ def forward(
         norms = row_dots(z, z) if energy else None
         streaming_forward_kernel[(sequences * blocks_per_sequence,)](
             *(z, values, norms, output, remainder, log_sum_exp, lengths),
-            *(tokens, blocks_per_sequence),
-            scale,
+            *(tokens, blocks_per_sequence, scale),
             WIDTH=width,
             VALUE_WIDTH=value_width,
             BLOCK_WIDTH=block_width(width),
@@ -419,7 +410,7 @@ def backward(
     energy: bool,
     needs_z: bool,
     needs_values: bool,
-    blocks: Mapping[str, Any],
+    blocks: Blocks,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of z and of the values, those that are needed. Packed, nothing that the forward has found is
     read. Streaming without a remainder, the error of the output's rounding reaches the gradient of z."""
@@ -431,8 +422,7 @@ def backward(
         per_tile = blocks["ROWS"] // tokens
         packed_backward_kernel[(triton.cdiv(sequences, per_tile),)](
             *(z, z if values is None else values, grad_output, grad_z, grad_values, lengths),
-            *(sequences, tokens, per_tile),
-            scale,
+            *(sequences, tokens, per_tile, scale),
             WIDTH=width,
             VALUE_WIDTH=value_width,
             ENERGY=energy,
@@ -445,8 +435,7 @@ def backward(
         delta = row_dots(grad_output, output, remainder) if needs_z else None
         streaming_backward_kernel[(sequences * blocks_per_sequence,)](
             *(z, values, norms, grad_output, log_sum_exp, delta, grad_z, grad_values, lengths),
-            *(tokens, blocks_per_sequence),
-            scale,
+            *(tokens, blocks_per_sequence, scale),
             WIDTH=width,
             VALUE_WIDTH=value_width,
             BLOCK_WIDTH=block_width(width),

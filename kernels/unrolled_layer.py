@@ -17,7 +17,7 @@ Without codes they are H = (1/c) X D, which nobody forms: with V = Z − X in th
 # The checker takes a `@triton.jit` function that is called in another for one that never returns.
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cdt_fast.kernels._common import (
+    Blocks,
     block_shapes,
     block_share,
     block_width,
@@ -41,8 +42,6 @@ from cdt_fast.kernels._common import (
 from cdt_fast.kernels.lista_step import apply_nonlinearity
 
 _blocks = block_shapes("ROWS", "ATOMS", "COLUMNS")
-
-
 # By the greater width, of the signal or of the next projection. Tiles of 128 rows spill, and tiles of float32 leave no
 # shared memory for the dictionary: float32 is for torch's own products.
 BLOCKS = {
@@ -71,13 +70,11 @@ LEAN_BACKWARD_BLOCKS = {
 
 
 @triton.jit
-def load_values(
-    signal, projection, row, mask, start, FIRST: tl.constexpr, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr
-):
+def load_values(signal, projection, row, mask, start, FIRST: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """Load columns of what the attention weighs in the residual: Z, or in the first layer V = Z − X."""
-    values = load_rows(projection, row, mask, start, WIDTH, BLOCK_WIDTH)
+    values = load_rows(projection, row, mask, start, WIDTH, BLOCK)
     if FIRST:
-        left = load_rows(signal, row, mask, start, WIDTH, BLOCK_WIDTH)
+        left = load_rows(signal, row, mask, start, WIDTH, BLOCK)
         values = (values.to(tl.float32) - left.to(tl.float32)).to(values.dtype)
     return values
 
@@ -136,7 +133,7 @@ def unrolled_forward_kernel(
     first, row, exists, counts, visible = rows_of_sequences(begin, end, tokens, lengths, ROWS)
     x, z, r = signal + first * WIDTH, projection + first * WIDTH, residual + first * WIDTH
     h_next, z_next = next_codes + first * CODE_WIDTH, next_projection + first * NEXT_WIDTH
-    scores = tile_scores(z, row, counts, scale, WIDTH, ROWS, COLUMNS, False, PRECISION)
+    scores = tile_scores(z, row, counts, scale, WIDTH, COLUMNS, False, PRECISION)
     attention, _ = softmax_tile(scores, visible)
     for start in range(0, WIDTH, COLUMNS):
         left = residual_columns(x, z, attention, row, counts, start, codes is None, WIDTH, COLUMNS, PRECISION)
@@ -270,7 +267,7 @@ def unrolled_backward_kernel(
             update = load_rows(du, row, counts, start, CODE_WIDTH, ATOMS)
             chunk = load_rows(codes + first * CODE_WIDTH, row, counts, start, CODE_WIDTH, ATOMS)
             grad_attention = tl.dot(update, tl.trans(chunk), grad_attention, input_precision=PRECISION)
-    scores = tile_scores(z, row, counts, scale, WIDTH, ROWS, COLUMNS, False, PRECISION)
+    scores = tile_scores(z, row, counts, scale, WIDTH, COLUMNS, False, PRECISION)
     attention, _ = softmax_tile(scores, visible)
     if residual is not None:
         r = residual + first * WIDTH
@@ -308,7 +305,7 @@ def unrolled_backward_kernel(
 
 # The layer: the resolved arguments of `cdt_fast.ops.unrolled_layer`, contiguous and, but for the target, of one dtype;
 # T is at most 64, n and k at most 256.
-def forward(layer: Any, processors: int, blocks: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor | None]:
+def forward(layer: Any, processors: int, blocks: Blocks) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return H⁺ `[B, T, m]`, Z⁺ `[B, T, k]` and, with a target, the squared error of each block, in float32."""
     codes, signal, dictionary, projection, next_dictionary, target, lengths, step, threshold, scale, name = layer
     sequences, tokens, width = signal.shape
@@ -322,8 +319,7 @@ def forward(layer: Any, processors: int, blocks: Mapping[str, Any]) -> tuple[Ten
         unrolled_forward_kernel[(programs,)](
             *(codes, signal, projection, dictionary, next_dictionary, target),
             *(next_codes, next_projection, residual, errors, lengths),
-            *(sequences, tokens, programs),
-            *(step, threshold, scale),
+            *(sequences, tokens, programs, step, threshold, scale),
             **sizes_of(dictionary),
             NEXT_WIDTH=next_width,
             BLOCK_NEXT_WIDTH=block_width(next_width),
@@ -342,7 +338,7 @@ def backward(
     grad_error: Tensor | None,
     needs: Sequence[bool],  # of signal, codes, dictionary and projection
     processors: int,
-    blocks: Mapping[str, Any],
+    blocks: Blocks,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor | None, Tensor | None]:
     """Return dU, (1/c)(X − A Z), the whole dZ⁺, dX, dZ and dH; None or, for dX, anything, if not needed."""
     needs_signal, needs_codes, needs_dictionary, needs_projection = needs
@@ -366,8 +362,7 @@ def backward(
             *(codes, signal, projection, dictionary, next_codes, next_projection, next_dictionary, target),
             *(grad_next_codes, grad_next_projection, grad_error, lengths),
             *(update, whole, residual, grad_residual, grad_signal, grad_projection, grad_codes),
-            *(sequences, tokens, programs),
-            *(step, scale),
+            *(sequences, tokens, programs, step, scale),
             **sizes_of(dictionary),
             NEXT_WIDTH=next_width,
             BLOCK_NEXT_WIDTH=block_width(next_width),

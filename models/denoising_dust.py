@@ -46,8 +46,7 @@ class DenoisingDUST(PretrainedModel):
         log_scales, self_biases, log_sharpnesses: parameters `[L]`: β n, δ and κ, as in `ops.denoising_layer`.
         exponents: parameter `[L]`, with which the variance left in a token makes its weight in a mean over patches.
 
-    Raises:
-        InputError: an argument out of its range.
+    InputError: an argument out of its range.
     """
 
     ARGUMENTS = ("patch", "patch_frames", "code_size", "layers")

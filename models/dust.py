@@ -39,8 +39,7 @@ class DUST(PretrainedModel):
         dictionary: parameter, `[n, m]` if tied, else `[layers, n, m]`. It starts as cosines.
         step, threshold, scale: 1/c, θ and β.
 
-    Raises:
-        InputError: an argument out of its range.
+    InputError: an argument out of its range.
     """
 
     ARGUMENTS = ("patch_size", "code_size", "layers", "tied", "sparsity", "step", "scale", "readout")

@@ -39,8 +39,7 @@ class TextUT(PretrainedModel):
         feedforward_weight: V, parameter `[d, d]` if tied, else `[layers, d, d]`; Xavier initialization.
         head: `nn.Linear` from d to the classes; Xavier initialization, no bias at the start.
 
-    Raises:
-        InputError: an argument is out of its range, or the embeddings are of an unknown kind.
+    InputError: an argument is out of its range, or the embeddings are of an unknown kind.
     """
 
     ARGUMENTS = ("classes", "layers", "width", "tied", "scale")
@@ -96,9 +95,8 @@ class TextUT(PretrainedModel):
             depth: 0..L; 0 reads the tokens as they go into layer 1.
             lengths: `[...]` integers, the tokens of each text, the rest being padding on its right.
 
-        Raises:
-            InputError: a wrong shape, dtype or device; `depth` not in 0..layers; on the CPU an id outside the
-                vocabulary, or a text without tokens (which is read as zeros on a GPU, without a host sync).
+        InputError: a wrong shape, dtype or device; `depth` not in 0..layers; on the CPU an id outside the vocabulary,
+        or a text without tokens (which is read as zeros on a GPU, without a host sync).
         """
         depth = self.layers if depth is None else check_integer("depth", depth, 0, self.layers)
         (states,) = deque(self._depths(tokens, depth, lengths), maxlen=1)
@@ -109,12 +107,7 @@ class TextUT(PretrainedModel):
         return [self.head(states()) for states in self._depths(tokens, self.layers, lengths)]
 
     def layer_losses(
-        self,
-        tokens: Tensor,
-        labels: Tensor,
-        depth_weights: Tensor | Sequence[float] | None = None,
-        *,
-        lengths: Tensor | None = None,
+        self, tokens: Tensor, labels: Tensor, depth_weights: common.Weights = None, *, lengths: Tensor | None = None
     ) -> common.LayerwiseLosses:
         """Return the cross-entropies of all depths in nats, and their weighted sum.
 
@@ -122,9 +115,8 @@ class TextUT(PretrainedModel):
         in [0, classes), or −100 for a text that does not count. Used as
         `total, per_depth = model.layer_losses(ids, labels, constraints.weights(), lengths=lengths)`.
 
-        Raises:
-            InputError: as `forward`; `labels` or `depth_weights` have a wrong shape or dtype; on the CPU a label
-                outside the classes.
+        InputError: as `forward`; `labels` or `depth_weights` have a wrong shape or dtype; on the CPU a label outside
+        the classes.
         """
         states = [states() for states in self._depths(tokens, self.layers, lengths)]
         if not isinstance(labels, Tensor) or labels.dtype != torch.int64:

@@ -15,7 +15,7 @@ from cdt_fast.checks import InputError, check_choice, check_integer, check_posit
 from cdt_fast.files import read_json
 from cdt_fast.models.pretrained import PretrainedModel
 from cdt_fast.models.transformers_weights import load_complete, named_errors
-from cdt_fast.ops.common import LayerwiseLosses, check_shape, check_tensor, check_together
+from cdt_fast.ops.common import LayerwiseLosses, Weights, check_shape, check_tensor, check_together
 
 _PIXEL_MEAN = _PIXEL_STD = 0.5  # of the normalization of pixels that transformers' ViTs are trained with
 ACTIVATIONS = ("gelu", "gelu_new", "relu", "silu")
@@ -50,9 +50,7 @@ class DenoisingViT(PretrainedModel):
             linear map of a patch.
         readout: `nn.Linear` from d to n.
 
-    Raises:
-        InputError: an argument out of its range.
-        MissingExtra: transformers is not installed.
+    InputError: an argument out of its range. MissingExtra: transformers is not installed.
     """
 
     ARGUMENTS = ("patch_size", "grid", *_CONFIGURED)
@@ -104,10 +102,8 @@ class DenoisingViT(PretrainedModel):
         channels, so the channels' weights are summed, and a ViT's usual normalization of pixels is folded in. Position
         embeddings are interpolated (bicubic) to the `grid`, rows and columns of patches of a frame, if it is given.
 
-        Raises:
-            InputError: the folder holds no ViT, a file is missing or cut short, or the grid is out of its range, or
-                given for a folder of this package.
-            MissingExtra: transformers is not installed.
+        InputError: the folder holds no ViT, a file is missing or cut short, or the grid is out of its range, or given
+        for a folder of this package. MissingExtra: transformers is not installed.
         """
         own = Path(folder) / "config.json"
         if own.is_file() and "model" in (read_json(own) or {}):
@@ -149,9 +145,7 @@ class DenoisingViT(PretrainedModel):
         self._check(noisy)
         return [self._read(states, noisy) for states in self._states(noisy, self.layers)]
 
-    def layer_losses(
-        self, noisy: Tensor, clean: Tensor, depth_weights: Tensor | Sequence[float] | None = None
-    ) -> LayerwiseLosses:
+    def layer_losses(self, noisy: Tensor, clean: Tensor, depth_weights: Weights = None) -> LayerwiseLosses:
         """Return the losses of all depths against `clean` `[..., T, n]`, means over the pixels, and their weighted sum.
 
         See `ops.layerwise_reconstruction_loss` for what is differentiable; its losses are sums over a patch, n times

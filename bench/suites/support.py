@@ -123,9 +123,7 @@ def peer(name: str, prepare: Callable[[], Step]) -> Implementation:
     return Implementation(name, "peer", first_run)
 
 
-def compilers(
-    function: Callable[..., Any], device: torch.device, size: str, autotune: bool = True
-) -> dict[str, Callable[[], Any]]:
+def compilers(function: Callable[..., Any], device: torch.device, size: str, autotune: bool = True) -> dict[str, Any]:
     """Return compilers of `function` for static shapes, by the names of the timed modes; none at toy size."""
     tuned = "max-autotune" if device.type == "cuda" else "max-autotune-no-cudagraphs"
     modes = {"torch.compile": "default", **({f"torch.compile, {tuned}": tuned} if autotune else {})}

@@ -70,9 +70,8 @@ def build_parser() -> Parser:
     add("--gammas", metavar="LIST", help=text)
     text = "measure a denoiser of video on these clean clips, beside other denoisers: PSNR, SSIM, time a frame"
     add("--clips", nargs="+", metavar="CLIP", help=text)
-    add(
-        "--out", default="clips.html", metavar="FILE", help="with --clips: page of the table and a picture (clips.html)"
-    )
+    text = "with --clips: page of the table and a picture (clips.html)"
+    add("--out", default="clips.html", metavar="FILE", help=text)
 
     text = "set runs side by side: tables, and a report with pictures"
     add = _command(shown, "compare", commands.compare, text, "compare runs/constrained runs/plain").add_argument
@@ -147,9 +146,8 @@ def _level(word: str) -> float | None:
 def _part(words: str) -> tuple[int, int]:
     first, colon, stop = words.partition(":")
     if not (colon and (first or "0").isdecimal() and stop.isdecimal() and int(first or "0") < int(stop)):
-        raise argparse.ArgumentTypeError(
-            f"must be the first frame and the one after the last, as in 0:50, got {words!r}"
-        )
+        expected = "the first frame and the one after the last, as in 0:50"
+        raise argparse.ArgumentTypeError(f"must be {expected}, got {words!r}")
     return int(first or "0"), int(stop)
 
 

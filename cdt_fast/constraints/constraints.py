@@ -88,8 +88,7 @@ class DescentConstraints(nn.Module):
     Attributes:
         options: the options, with a rate per layer and the dual rate that is used.
 
-    Raises:
-        InputError: an argument is outside its range.
+    InputError: an argument is outside its range.
     """
 
     def __init__(
@@ -199,8 +198,7 @@ class DescentConstraints(nn.Module):
             count: the number of those items (tokens, patches, windows), a number >= 0 or a tensor of one element. A
                 rank without items for this step records a count of zero; its losses are ignored.
 
-        Raises:
-            InputError: a shape, the count or a device is wrong.
+        InputError: a shape, the count or a device is wrong.
         """
         if not isinstance(losses, Tensor) or losses.shape != (self.layers + 1,):
             given = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__

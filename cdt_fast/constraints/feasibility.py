@@ -1,7 +1,6 @@
 """The verdict on losses: whether they satisfy the constraints, by how much, and where not."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -80,9 +79,7 @@ class FeasibilityReport:
         return f"Feasible: {held}{self.caveat and f', but {self.caveat}'}; {margin}."
 
 
-def judge(
-    losses: Tensor, groups: Sequence[Violations], chained: list[bool], rates: Any, total: int
-) -> FeasibilityReport:
+def judge(losses: Tensor, groups: list[Violations], chained: list[bool], rates: Any, total: int) -> FeasibilityReport:
     """Judge losses `[L+1]` by the constraints of descent and the bounds, if there are any, of which there are `total`,
     in force or not yet. `chained` are the depths whose constraint is on the ratio to the previous depth."""
     absolute: dict[Kind, list[float | None]] = {"descent": [], "bound": []}

@@ -39,10 +39,9 @@ class DescentCallback(_Callback):
         unconstrained_steps, taps: as for `with_descent`.
         model: the name of the transformers model inside of the LightningModule.
 
-    Raises:
-        MissingExtra: lightning is not installed.
-        InputError: from the start of training: there is no such model, or `attach_layer_losses` does not take it; the
-            constraints do not fit it; the module optimizes manually, has several optimizers, or runs under DeepSpeed.
+    MissingExtra: lightning is not installed. InputError: from the start of training: there is no such model, or
+    `attach_layer_losses` does not take it; the constraints do not fit it; the module optimizes manually, has several
+    optimizers, or runs under DeepSpeed.
     """
 
     def __init__(

@@ -19,14 +19,12 @@ def constraints_for(given: DescentConstraints | Mapping[str, Any], layer_losses:
     if isinstance(given, Mapping):
         given = DescentConstraints(layer_losses.num_constraints, **options_of(**given))
     if not isinstance(given, DescentConstraints):
-        raise InputError(
-            f"constraints must be a DescentConstraints or a dictionary of its options, got {type(given).__name__}"
-        )
+        expected = "a DescentConstraints or a dictionary of its options"
+        raise InputError(f"constraints must be {expected}, got {type(given).__name__}")
     if given.layers != layer_losses.num_constraints:
-        raise InputError(
-            f"constraints has layers = {given.layers}; expected {layer_losses.num_constraints}, as losses are "
-            f"read at {layer_losses.num_constraints + 1} depths ({', '.join(map(str, layer_losses.taps))})"
-        )
+        why = f"losses are read at {len(layer_losses.taps)} depths ({', '.join(map(str, layer_losses.taps))})"
+        expected = f"{layer_losses.num_constraints}, as {why}"
+        raise InputError(f"constraints has layers = {given.layers}; expected {expected}")
     return given
 
 

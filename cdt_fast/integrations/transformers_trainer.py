@@ -45,12 +45,10 @@ def with_descent(trainer_class: Any) -> Any:
     `eval_feasible`, from sums over all ranks. (Where the ranks do not divide the data set, samplers repeat a few rows,
     and those count again.) Logits are not computed in training, so that TRL's entropy and token accuracy are missing.
 
-    Raises:
-        MissingExtra: transformers is not installed.
-        InputError: it is another class, or a subclass that computes another loss. From the constructor: the model is
-            none that `attach_layer_losses` takes; the constraints do not fit it; a setting asks for another loss (label
-            smoothing, `compute_loss_func`), for another way to distribute (DataParallel, DeepSpeed, sequences split
-            over devices), or for new models (`model_init`).
+    MissingExtra: transformers is not installed. InputError: it is another class, or a subclass that computes another
+    loss. From the constructor: the model is none that `attach_layer_losses` takes; the constraints do not fit it; a
+    setting asks for another loss (label smoothing, `compute_loss_func`), for another way to distribute (DataParallel,
+    DeepSpeed, sequences split over devices), or for new models (`model_init`).
 
     Source: "A Constrained Optimization Perspective of Unrolled Transformers", the Lagrangian of a classifier's layers.
     """

@@ -27,6 +27,8 @@ LayerNonlinearity = Literal["soft_threshold", "relu"]
 # "identity" also stands for S_0 and T_0: an output of zero then says nothing about its gradient.
 Nonlinearity = Literal["soft_threshold", "relu", "identity"]
 Function = TypeVar("Function", bound=Callable[..., Any])
+Weights = Tensor | Sequence[float] | None  # of the depths
+Shape = Sequence[int | None]
 
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -495,9 +497,7 @@ def describe(value: Any) -> str:
     return f"{value!r} ({type(value).__name__})"
 
 
-def check_tensor(
-    name: str, value: Any, rank: int, layout: str, shape: Sequence[int | None] | None = None, meaning: str = ""
-) -> None:
+def check_tensor(name: str, value: Any, rank: int, layout: str, shape: Shape | None = None, meaning: str = "") -> None:
     """Require a dense floating-point tensor of at least `rank` dimensions, and with `shape` what `check_shape` does;
     `layout` is its shape, in words."""
     dense = isinstance(value, Tensor) and value.layout == torch.strided
@@ -509,7 +509,7 @@ def check_tensor(
         check_shape(name, value, shape, meaning)
 
 
-def check_shape(name: str, value: Tensor, shape: Sequence[int | None], meaning: str) -> None:
+def check_shape(name: str, value: Tensor, shape: Shape, meaning: str) -> None:
     """Require the shape `shape`, of any size where it has None; `meaning` explains it."""
     expected = tuple(value.shape[n - len(shape)] if size is None else size for n, size in enumerate(shape))
     if tuple(value.shape) != expected:
@@ -543,9 +543,7 @@ def check_factor(name: str, value: Any, *, non_negative: bool = False, dtype: to
     return factor
 
 
-def check_lista_arguments(
-    codes: Tensor | None, signal: Tensor, dictionary: Tensor, nonlinearity: Any, rank: int = 1
-) -> None:
+def check_lista(codes: Tensor | None, signal: Tensor, dictionary: Tensor, nonlinearity: Any, rank: int = 1) -> None:
     """Check what `lista_step` (rank 1) and `unrolled_layer` (rank 2, codes may be None) have in common."""
     tokens = "[..., T, " if rank == 2 else "[..., "
     if codes is not None or rank == 1:
@@ -579,9 +577,7 @@ def check_depths(name: str, tensors: Any, shape: Sequence[int] | None, meaning: 
         check_tensor(f"{name}[{depth}]", tensor, 1, "[..., d]" if shape is None else "[..., n]", own, meaning)
 
 
-def weights_of_depths(
-    depth_weights: Tensor | Sequence[float] | None, depths: int, name: str = "depth_weights"
-) -> Tensor | None:
+def weights_of_depths(depth_weights: Weights, depths: int, name: str = "depth_weights") -> Tensor | None:
     """Return the weights of the depths as a tensor `[depths]`, or None without weights."""
     if depth_weights is None:
         return None
@@ -685,16 +681,13 @@ def shrink_(x: Tensor, threshold: float, nonlinearity: Nonlinearity) -> Tensor:
     return x if nonlinearity == "identity" else torch.ops.aten.softshrink.out(x, held(threshold, x.dtype), out=x)
 
 
-def shrink_backward(
-    grad_output: Tensor, output: Tensor, nonlinearity: Nonlinearity, out: Tensor | None = None
-) -> Tensor:
-    """Return the gradient through `shrink_`, which passes where output ≠ 0, in new contiguous memory or in `out`, maybe
-    `grad_output` itself."""
+def shrink_backward(grad: Tensor, output: Tensor, nonlinearity: Nonlinearity, out: Tensor | None = None) -> Tensor:
+    """Return the gradient through `shrink_`, which passes where output ≠ 0, in `out`, maybe `grad`, or new memory."""
     grad_input = torch.empty_like(output) if out is None else out
     if nonlinearity == "identity":
-        return grad_input.copy_(grad_output)
+        return grad_input.copy_(grad)
     # One kernel of torch's: the output of each nonlinearity is zero exactly where its gradient is.
-    return torch.ops.aten.softshrink_backward.grad_input(grad_output, output, 0.0, grad_input=grad_input)
+    return torch.ops.aten.softshrink_backward.grad_input(grad, output, 0.0, grad_input=grad_input)
 
 
 def held(threshold: float, dtype: torch.dtype) -> float:

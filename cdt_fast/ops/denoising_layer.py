@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cdt_fast.ops import common
-from cdt_fast.ops.unrolled_layer import for_card, fused_unsupported_reason
+from cdt_fast.ops.unrolled_layer import for_card, unfused_reason
 
 
 class DenoisedTokens(NamedTuple):
@@ -51,8 +51,7 @@ def denoising_layer(
         (under autocast: autocast's dtype). The kernels compute the layer again in the backward, for which only the
         arguments are kept.
 
-    Raises:
-        InputError: an argument has the wrong rank, shape, dtype or device, or a second derivative is asked for.
+    InputError: an argument has the wrong rank, shape, dtype or device, or a second derivative is asked for.
     """
     common.check_tensor("signal", signal, 2, "[..., T, n]")
     common.check_tensor("features", features, 2, "[..., T, n]", signal.shape, "as signal")
@@ -67,7 +66,7 @@ def denoising_layer(
     dtype = common.compute_dtype(signal)
     rows, alike = common.sequences(signal, dtype), common.sequences(features, dtype)
     widths = rows.shape[2], dictionary.shape[1], rows.shape[2]
-    fits = fused_unsupported_reason(rows.shape[1], widths, dtype, rows.device) is None
+    fits = unfused_reason(rows.shape[1], widths, dtype, rows.device) is None
     if fits and common.choose_backend("denoising_layer", rows, multiplies=True) == "triton":
         tokens, variance = _layer(rows, alike, dictionary, thresholds, torch.stack(tuple(numbers.values())))
     else:

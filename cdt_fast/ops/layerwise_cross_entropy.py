@@ -97,12 +97,11 @@ def layerwise_cross_entropy(
         `total = Σ_l w_l ℓ_l` is differentiable and `per_depth`, `[L+1]`, is detached. Without: `per_depth` is
         differentiable and `total` is its plain sum.
 
-    Raises:
-        InputError: an argument has the wrong rank, shape, dtype, device or value; targets on the CPU are out of range,
-            are all ignored if the reduction is a mean, or are more than `max_tokens`. Targets on a GPU are not waited
-            for: one out of range, or one too many, makes the losses and gradients of its depths NaN, and a mean over no
-            token is NaN with gradients of zero, as in torch. Or a second derivative is asked for, or one in forward
-            mode or inside a transform of torch.func.
+    InputError: an argument has the wrong rank, shape, dtype, device or value; targets on the CPU are out of range, are
+    all ignored if the reduction is a mean, or are more than `max_tokens`. Targets on a GPU are not waited for: one out
+    of range, or one too many, makes the losses and gradients of its depths NaN, and a mean over no token is NaN with
+    gradients of zero, as in torch. Or a second derivative is asked for, or one in forward mode or inside a transform of
+    torch.func.
 
     Source: "A Constrained Optimization Perspective of Unrolled Transformers", the layerwise losses of a classifier.
     """
@@ -222,25 +221,23 @@ class _Options(NamedTuple):
         return torch.promote_types(self.dtype, torch.float32)
 
 
-def _check(
-    hidden_states: Sequence[Tensor], weight: Tensor, targets: Tensor | Sequence[Tensor], bias: Tensor | None
-) -> None:
-    common.check_depths("hidden_states", hidden_states, None, "as hidden_states[0]")
-    first = hidden_states[0]
+def _check(states: Sequence[Tensor], weight: Tensor, targets: Tensor | Sequence[Tensor], bias: Tensor | None) -> None:
+    common.check_depths("hidden_states", states, None, "as hidden_states[0]")
+    first = states[0]
     shape = None, first.shape[-1]
     common.check_tensor("weight", weight, 2, "[V, d]", shape, "V by the width of the hidden states")
     if not len(weight):
         raise InputError(f"weight must hold at least one row, got shape {tuple(weight.shape)}")
     if bias is not None:
         common.check_tensor("bias", bias, 1, "[V]", weight.shape[:1], "one number a row of weight")
-    common.check_together(**{f"hidden_states[{n}]": hidden for n, hidden in enumerate(hidden_states)}, weight=weight)
+    common.check_together(**{f"hidden_states[{n}]": hidden for n, hidden in enumerate(states)}, weight=weight)
     common.check_together(weight=weight, bias=bias)
     expected = "an int64 tensor with one target a token"
     given: dict[str, Any] = {"targets": targets}
     if not isinstance(targets, Tensor):
-        if not isinstance(targets, Sequence) or len(targets) != len(hidden_states):
+        if not isinstance(targets, Sequence) or len(targets) != len(states):
             found = f"a list of {len(targets)}" if isinstance(targets, Sequence) else common.describe(targets)
-            raise InputError(f"targets must be {expected}, or a list of {len(hidden_states)}, one a depth, got {found}")
+            raise InputError(f"targets must be {expected}, or a list of {len(states)}, one a depth, got {found}")
         given = {f"targets[{depth}]": own for depth, own in enumerate(targets)}
     for name, own in given.items():
         if not isinstance(own, Tensor) or own.dtype != torch.int64:
@@ -383,11 +380,9 @@ def _count(targets: Tensor, name: str, options: _Options) -> Tensor | int:
         lowest, highest = (int(end) for end in torch.aminmax(targets))
         if lowest < 0 or highest >= classes or lowest <= ignored <= highest:
             counted = targets != ignored
-            wrong = counted & ((targets < 0) | (targets >= classes))
-            if wrong.any():
-                raise InputError(
-                    f"{name} must be in [0, {classes}) or {ignored} (ignore_index), got {targets[wrong][0].item()}"
-                )
+            wrong = targets[counted & ((targets < 0) | (targets >= classes))]
+            if len(wrong):
+                raise InputError(f"{name} must be in [0, {classes}) or {ignored} (ignore_index), got {wrong[0].item()}")
             count = int(counted.sum())
     if options.mean and not count:
         raise InputError(f"{name} must hold at least one token that is not {ignored} (ignore_index)")
@@ -740,12 +735,11 @@ def _gradients(
     return gradients.found(hidden[0].shape, len(weight), weight.dtype)
 
 
-def _empty_gradients(
-    hidden: Sequence[Tensor], weight: Tensor, options: _Options, dtype_of_head: torch.dtype
-) -> list[Tensor]:
+def _empty_gradients(hidden: Sequence[Tensor], weight: Tensor, options: _Options, dtype: torch.dtype) -> list[Tensor]:
+    """Make the gradients that are needed; those of the head are of this dtype."""
     found = [depth.new_empty(depth.shape) for depth in common.compress(hidden, options.needs_hidden)]
     shapes = [weight.shape] * options.needs_weight + [weight.shape[:1]] * options.needs_bias
-    return found + [weight.new_empty(shape, dtype=dtype_of_head) for shape in shapes]
+    return found + [weight.new_empty(shape, dtype=dtype) for shape in shapes]
 
 
 def _scale(

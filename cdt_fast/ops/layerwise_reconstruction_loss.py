@@ -45,9 +45,8 @@ def layerwise_reconstruction_loss(
         width. With weights: `total = Σ_l w_l ℓ_l` is differentiable and `per_depth` is detached. Without: `per_depth`
         is differentiable and `total` is its plain sum.
 
-    Raises:
-        InputError: no reconstruction, a mean over no token, a wrong shape, dtype, device or number of weights, or a
-            second derivative. On a GPU `lengths` are not waited for: where they leave no token the loss is NaN.
+    InputError: no reconstruction, a mean over no token, a wrong shape, dtype, device or number of weights, or a second
+    derivative. On a GPU `lengths` are not waited for: where they leave no token the loss is NaN.
     """
     rank = 1 if lengths is None else 2
     common.check_tensor("target", target, rank, "[..., n]" if rank == 1 else "[..., T, n]")
@@ -149,22 +148,18 @@ def squared_errors(reconstructions: Sequence[Tensor], target: Tensor, padding: T
 
 
 def _gradients_in_torch(
-    reconstructions: Sequence[Tensor],
-    target: Tensor,
-    padding: Tensor | None,
-    factors: Sequence[Tensor | None],
-    needs: Sequence[bool],
+    depths: list[Tensor], target: Tensor, padding: Tensor | None, factors: list[Tensor | None], needs: list[bool]
 ) -> list[Tensor | None]:
     """Return `f_l (x̂_l − s)` of the depths that are needed and, if it is, the gradient of the target: minus their sum.
     A factor f_l is None if it is known to be zero."""
     *needs, needs_target = needs
     # The sum over the depths in one place, rounded once to the dtype of the target.
-    wide = _widest([*reconstructions, target])
+    wide = _widest([*depths, target])
     total = torch.zeros_like(target, dtype=wide, memory_format=torch.contiguous_format) if needs_target else None
     rows_of_total = None if total is None else common.rows_of(total)
     gradients: list[Tensor | None] = []
     work: list[tuple[Tensor, Tensor, Tensor | None]] = []
-    for depth, factor, needed in zip(reconstructions, factors, needs, strict=True):
+    for depth, factor, needed in zip(depths, factors, needs, strict=True):
         make = torch.zeros_like if factor is None else torch.empty_like
         gradient = make(depth, memory_format=torch.contiguous_format) if needed else None
         gradients.append(gradient)
@@ -172,7 +167,7 @@ def _gradients_in_torch(
             # torch's gradient of a square has the 2 that is in the factors already.
             work.append((common.rows_of(depth), factor * 0.5, None if gradient is None else common.rows_of(gradient)))
 
-    for rows, hidden, goal, block in _blocks(target, padding, _widest(reconstructions)):
+    for rows, hidden, goal, block in _blocks(target, padding, _widest(depths)):
         for depth, half, output in work:
             into = block if output is None or output.dtype != block.dtype else output[rows]
             torch.ops.aten.mse_loss_backward.grad_input(half, _cast(depth[rows], into), goal, _SUM, grad_input=into)

@@ -35,10 +35,9 @@ def lista_step(
         The next codes, `[..., m]`, in the dtype of the arguments (under autocast: autocast's dtype, to which the codes
         and the signal are rounded too; the gradient of the dictionary is still summed in its own).
 
-    Raises:
-        InputError: an argument has the wrong rank, shape, dtype, device or value, or a second derivative is asked for.
+    InputError: an argument has the wrong rank, shape, dtype, device or value, or a second derivative is asked for.
     """
-    common.check_lista_arguments(codes, signal, dictionary, nonlinearity)
+    common.check_lista(codes, signal, dictionary, nonlinearity)
     common.refuse_transforms("lista_step", codes, signal, dictionary)
     dtype = common.compute_dtype(codes)
     step = common.check_factor("step", step, non_negative=True, dtype=dtype)

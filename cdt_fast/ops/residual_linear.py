@@ -37,8 +37,7 @@ def residual_linear(
         `[..., m]` in the dtype of the arguments (under autocast: autocast's dtype; the gradients of `weight` and of a
         bias are still summed over the tokens in their own dtype).
 
-    Raises:
-        InputError: an argument has the wrong rank, shape, dtype, device or value, or a second derivative is asked for.
+    InputError: an argument has the wrong rank, shape, dtype, device or value, or a second derivative is asked for.
 
     Source: "A Constrained Optimization Perspective of Unrolled Transformers", the feed-forward half-step.
     """
@@ -63,13 +62,7 @@ def residual_linear(
 
 
 def residual_linear_reference(
-    x: Tensor,
-    weight: Tensor,
-    residual: Tensor,
-    *,
-    alpha: float = 1.0,
-    nonlinearity: str = "relu",
-    threshold: float = 0.0,
+    x: Tensor, weight: Tensor, residual: Tensor, *, alpha: float = 1, nonlinearity: str = "relu", threshold: float = 0.0
 ) -> Tensor:
     """Return `φ(residual + α x W)`, in any dtype, differentiated by torch."""
     return common.shrink_reference(residual + alpha * (x @ weight), threshold, nonlinearity)
@@ -98,12 +91,10 @@ def _forward_fake(x: Tensor, weight: Tensor, *others: Any) -> Tensor:
     return x.new_empty((x.shape[0], weight.shape[1]))
 
 
-def _like(
-    grad_output: Tensor, _: Any, x: Tensor | None, weight: Tensor | None, dtype: torch.dtype, *others: Any
-) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    of_x = None if weight is None else grad_output.new_empty(len(grad_output), len(weight))
-    of_weight = None if x is None else grad_output.new_empty(x.shape[1], grad_output.shape[1], dtype=dtype)
-    return of_x, of_weight, grad_output
+def _like(grad: Tensor, _: Any, x: Tensor | None, weight: Tensor | None, dtype: torch.dtype, *others: Any) -> list[Any]:
+    of_x = None if weight is None else grad.new_empty(len(grad), len(weight))
+    of_weight = None if x is None else grad.new_empty(x.shape[1], grad.shape[1], dtype=dtype)
+    return [of_x, of_weight, grad]
 
 
 @common.gradients_of("residual_linear", _like)

@@ -19,8 +19,7 @@ def soft_threshold(x: Tensor, threshold: float | Tensor) -> Tensor:
         A tensor of the shape and dtype of `x`. NaN stays NaN. The gradient is 1 where |x| > θ and 0 elsewhere, but 1
         everywhere for θ = 0, where S_θ is the identity.
 
-    Raises:
-        InputError: `x` is not floating point, or `threshold` is negative, not finite or does not broadcast.
+    InputError: `x` is not floating point, or `threshold` is negative, not finite or does not broadcast.
     """
     common.check_tensor("x", x, 0, "of any shape")
     if not isinstance(threshold, Tensor):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -42,8 +42,7 @@ def symmetric_attention(
     Returns:
         `[..., T, k]` in the dtype of `values` (under autocast: autocast's dtype).
 
-    Raises:
-        InputError: an argument has the wrong rank, shape, dtype or device.
+    InputError: an argument has the wrong rank, shape, dtype or device.
 
     Source: "A Constrained Optimization Perspective of Unrolled Transformers", the attention half-step.
     """
@@ -207,9 +206,7 @@ def _widest(z: Tensor, values: Tensor | None) -> int:
     return max(z.shape[-1], 0 if values is None else values.shape[-1])
 
 
-def _blocks(
-    tables: tuple[common.BlockTable, ...], short: int, z: Tensor, values: Tensor | None, energy: bool
-) -> dict[str, Any]:
+def _blocks(tables: Sequence[Any], short: int, z: Tensor, values: Tensor | None, energy: bool) -> dict[str, Any]:
     """Choose the block of a kernel, from the tables for packed, short and long sequences."""
     if _packed(z):
         return common.blocks_for(tables[0], z, z.shape[1])

@@ -93,10 +93,9 @@ def unrolled_layer(
         (under autocast: autocast's dtype), and the squared error `Σ‖Z⁺ − S‖²` over all tokens that count, one number in
         at least float32, whose gradient joins that of `Z⁺` inside the layer's own backward; None without a target.
 
-    Raises:
-        InputError: an argument has the wrong rank, shape, dtype, device or value, or a second derivative is asked for.
+    InputError: an argument has the wrong rank, shape, dtype, device or value, or a second derivative is asked for.
     """
-    common.check_lista_arguments(codes, signal, dictionary, nonlinearity, rank=2)
+    common.check_lista(codes, signal, dictionary, nonlinearity, rank=2)
     dtype = common.compute_dtype(signal)
     step = common.check_factor("step", step, non_negative=True, dtype=dtype)
     if projection is not None:
@@ -179,12 +178,10 @@ def _runs_as_one(signal: Tensor, dictionary: Tensor, next_dictionary: Tensor | N
     if backend == "torch":
         return batch * tokens**2 * max(4, signal.element_size()) <= HELD_SCORE_BYTES
     next_width = width if next_dictionary is None else next_dictionary.shape[0]
-    return not fused_unsupported_reason(tokens, (width, dictionary.shape[1], next_width), signal.dtype, signal.device)
+    return not unfused_reason(tokens, (width, dictionary.shape[1], next_width), signal.dtype, signal.device)
 
 
-def fused_unsupported_reason(
-    tokens: int, widths: tuple[int, int, int], dtype: torch.dtype, device: torch.device
-) -> str | None:
+def unfused_reason(tokens: int, widths: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> str | None:
     """Return why no kernel holds the whole layer in its tiles, or None if one does; `tokens` are those of a sequence,
     `widths` those of the signal, the codes and the next projection."""
     width, code_width, next_width = widths

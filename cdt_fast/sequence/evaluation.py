@@ -161,10 +161,8 @@ def draw_depths(runs: Sequence[EvaluatedRun]) -> Any:
         table = [[depth[number] for depth in shown.probabilities] for number in classes]
         axis.imshow(table, cmap="Blues", vmin=0, vmax=1, aspect="auto")
         for row, values in enumerate(table):
-            for depth, value in enumerate(values):
-                axis.text(
-                    depth, row, f"{value:.2f}", ha="center", va="center", color="white" if value > 0.6 else "black"
-                )
+            for depth, p in enumerate(values):
+                axis.text(depth, row, f"{p:.2f}", ha="center", va="center", color="white" if p > 0.6 else "black")
         axis.set_yticks(range(len(classes)), [names[number][:20] for number in classes])
         axis.set(xlabel="depth", title=run.name or run.folder.name)
         axis.xaxis.get_major_locator().set_params(integer=True)

@@ -2,7 +2,6 @@
 
 import tempfile
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,13 @@ from torch import Tensor, nn
 from cdt_fast.checks import InputError
 from cdt_fast.models import TextUT
 from cdt_fast.models.layer_losses import attach_layer_losses
+from cdt_fast.ops.common import Weights
 from cdt_fast.sequence.perturbation import perturbed, word_embeddings
 from cdt_fast.sequence.settings import SequenceSettings
 from cdt_fast.sequence.tokenizers import EncodedSamples
 
 EVALUATION_SEED = 20_260_117  # noise of the evaluation: the same for every run, and apart from that of any training
 _MAX_UNKNOWN = 1 / 3
-
-Weights = Tensor | Sequence[float] | None  # of the depths
 
 
 class _Network:
@@ -38,9 +36,7 @@ class _Network:
         table: Any = word_embeddings(self.model).weight
         return table.shape[0]
 
-    def perturbed(
-        self, settings: SequenceSettings, gamma: float | None = None, **options: Any
-    ) -> AbstractContextManager[Any]:
+    def perturbed(self, settings: SequenceSettings, gamma: float | None = None, **options: Any) -> Any:
         """Perturb at `gamma`, or at the training noise of the settings, with the seed of the evaluation by default."""
         level = settings.data.gamma if gamma is None else gamma
         return perturbed(self.model, level, padding_id=self.padding_id, **{"seed": EVALUATION_SEED, **options})

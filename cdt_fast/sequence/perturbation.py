@@ -56,8 +56,7 @@ class perturbed:
         padding_id: the id of padding; None: the model's, if its config or embeddings have one.
         samples: the numbers of the texts that pass next, int64 `[texts]`; None: they are counted.
 
-    Raises:
-        InputError: an argument out of its range, or a model without word embeddings.
+    InputError: an argument out of its range, or a model without word embeddings.
     """
 
     def __init__(

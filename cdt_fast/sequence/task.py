@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from cdt_fast.checks import InputError
-from cdt_fast.ops.common import explain
+from cdt_fast.ops.common import Weights, explain
 from cdt_fast.sequence.data import Splits, digest
 from cdt_fast.sequence.evaluation import draw_accuracy, draw_depths
-from cdt_fast.sequence.networks import Network, Weights, check_rows
+from cdt_fast.sequence.networks import Network, check_rows
 from cdt_fast.sequence.settings import SequenceSettings
 from cdt_fast.sequence.tokenizers import EncodedSamples
 from cdt_fast.training.execution import to_device

@@ -43,9 +43,8 @@ def load_checkpoint(path: str | os.PathLike[str], *, run: Mapping[str, Any] | No
     for name, here in (run or {}).items():
         there = state["run"].get(name)
         if there != here:
-            raise InputError(
-                f"{path}: is of another run, or does not fit config.toml: {name} was {shown(there)}, is {shown(here)}"
-            )
+            change = f"{name} was {shown(there)}, is {shown(here)}"
+            raise InputError(f"{path}: is of another run, or does not fit config.toml: {change}")
     return state
 
 

@@ -41,9 +41,8 @@ def train(
     `data` are what the task loads for these settings, where that was done. `resume` continues from the checkpoint, if
     there is one, bit for bit. `progress` says on stderr what the data are and how the training goes.
 
-    Raises:
-        Interrupted: SIGINT or SIGTERM came; a checkpoint was written first.
-        InputError: settings, data or checkpoint cannot be used; another process trains the run; losses are not finite.
+    Interrupted: SIGINT or SIGTERM came; a checkpoint was written first. InputError: settings, data or checkpoint cannot
+    be used; another process trains the run; losses are not finite.
     """
     disable_malloc_trim()
     resolve_execution(settings, task)  # before the data are read
@@ -310,15 +309,12 @@ class Trainer:
 
     def load(self, state: dict[str, Any]) -> None:
         """Continue from the state of a checkpoint; InputError: it belongs to other settings or other data."""
-        if state["step"] > self.workload.steps:
-            raise InputError(
-                f"{self.folder.checkpoint}: is at step {state['step']}, and the training has {self.workload.steps}"
-            )
+        path, step, steps = self.folder.checkpoint, state["step"], self.workload.steps
+        if step > steps:
+            raise InputError(f"{path}: is at step {step}, and the training has {steps}")
         if state["data"] != self.workload.identity:
-            raise InputError(
-                f"{self.settings.data.source}: the {self.task.SAMPLES} are not those that {self.folder.path} was "
-                "trained on so far"
-            )
+            others = f"the {self.task.SAMPLES} are not those that {self.folder.path} was trained on so far"
+            raise InputError(f"{self.settings.data.source}: {others}")
         try:
             self.model.load_state_dict(state["model"])
             load_optimizer_state(self.optimizer, state["optimizer"])
@@ -327,6 +323,6 @@ class Trainer:
             torch.set_rng_state(state["random"])
             if state["random_cuda"]:
                 torch.cuda.set_rng_state_all(state["random_cuda"])
-            self.step, self.best = state["step"], state["best"]
+            self.step, self.best = step, state["best"]
         except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
-            raise InputError(f"{self.folder.checkpoint}: does not fit config.toml ({error})") from error
+            raise InputError(f"{path}: does not fit config.toml ({error})") from error

@@ -17,9 +17,7 @@ LARGEST_GRADIENT_NORM = 1.0
 _PLACEMENT = ("foreach", "fused", "capturable", "lr")  # what may differ between two machines of one run
 
 
-def build_constraints(
-    settings: RunSettings, num_constraints: int, largest_reference: float | None = None
-) -> DescentConstraints:
+def build_constraints(settings: RunSettings, layers: int, largest_reference: float | None = None) -> DescentConstraints:
     """Build what the settings describe, on the CPU; InputError: they do not fit each other or the number of layers.
 
     A reference that is a number is at most `largest_reference`, the loss of a guess: else layer 1 could raise the loss.
@@ -34,12 +32,10 @@ def build_constraints(
         options["bounds"] = {taps.index(depth): value for depth, value in chosen.bounds.items()}
     if largest_reference is not None and isinstance(chosen.reference, float):
         options["reference"] = min(chosen.reference, largest_reference)
-    constraints = DescentConstraints(num_constraints, **options)
+    constraints = DescentConstraints(layers, **options)
     if settings.constrained and not chosen.warmup_epochs and constraints.needs_warmup:
-        raise InputError(
-            "[constraints] bounds holds a factor of the loss at the end of the warm-up, but warmup_epochs is 0: give "
-            "it a warm-up"
-        )
+        factor = "a factor of the loss at the end of the warm-up"
+        raise InputError(f"[constraints] bounds holds {factor}, but warmup_epochs is 0: give it a warm-up")
     return constraints
 
 

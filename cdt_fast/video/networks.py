@@ -1,7 +1,6 @@
 """The networks that denoise video: patches on one grid, or the mean over shifted grids, and their losses."""
 
 import math
-from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from cdt_fast import ops
 from cdt_fast.checks import InputError
 from cdt_fast.models import DUST, DenoisingDUST, DenoisingViT, VideoUT, load_pretrained
+from cdt_fast.ops.common import Weights
 from cdt_fast.video.data import from_patches, to_patches
 from cdt_fast.video.noise import LEAST_DEVIATION
 from cdt_fast.video.quality import continued
@@ -162,9 +162,7 @@ class ReconstructionLosses(nn.Module):
         super().__init__()
         self.model, self._autocast, self._settings = model, autocast, settings
 
-    def forward(
-        self, noisy: Tensor, clean: Tensor, deviation: Tensor, weights: Tensor | Sequence[float] | None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, noisy: Tensor, clean: Tensor, deviation: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
         """Return `(total, per_depth)` as `DUST.layer_losses`, of what `training_input` gives, and deviations `[b]`."""
         # Without autocast's cache: a copy of the weights that outlives a capture would be read at the next one.
         narrow = torch.autocast(noisy.device.type, self._autocast, cache_enabled=False) if self._autocast else None

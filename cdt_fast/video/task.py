@@ -13,7 +13,7 @@ from cdt_fast.checks import InputError
 from cdt_fast.files import read_json
 from cdt_fast.models import DenoisingViT
 from cdt_fast.ops.common import explain
-from cdt_fast.ops.unrolled_layer import fused_unsupported_reason
+from cdt_fast.ops.unrolled_layer import unfused_reason
 from cdt_fast.training.checkpoint import saved_step
 from cdt_fast.training.execution import precision_of, to_device
 from cdt_fast.training.optimizer import build_constraints
@@ -100,7 +100,7 @@ class VideoWorkload:
         if device.type != "cuda" or not backend.startswith("triton"):
             return f"ops on {backend if device.type == 'cuda' else 'torch'}"
         widths = self._denoiser.patch_size, self._denoiser.code_size, self._denoiser.patch_size
-        reason = fused_unsupported_reason(self._settings.tokens, widths, dtype, device)
+        reason = unfused_reason(self._settings.tokens, widths, dtype, device)
         if reason is None:
             return "each layer in one fused Triton kernel, forward and backward"
         return f"each layer composed of ops, not in one kernel ({reason})"

@@ -55,10 +55,9 @@ def attach_layer_losses(
     Returns:
         A handle: its `weights` are set before each forward, and its `remove` undoes everything.
 
-    Raises:
-        InputError: the model or its head is of no known kind, or has layer losses already; an argument is out of range.
-            From the first forward: its logits or its loss are not those of the model. From any: labels of another shape
-            or dtype, or, on the CPU, outside of the classes or all ignored (on a GPU, without a host sync, NaN).
+    InputError: the model or its head is of no known kind, or has layer losses already; an argument is out of range.
+    From the first forward: its logits or its loss are not those of the model. From any: labels of another shape or
+    dtype, or, on the CPU, outside of the classes or all ignored (on a GPU, without a host sync, NaN).
 
     Source: "A Constrained Optimization Perspective of Unrolled Transformers", the layerwise losses of a classifier.
     """
@@ -107,8 +106,7 @@ class LayerLosses:
         """Return the logits at each of `taps`, `[B, T, V]` or `[B, classes]`, through the model's own norm, pooling
         and head; differentiable. Arguments are those of the model's forward; labels are ignored.
 
-        Raises:
-            InputError: `remove` was called; or as from the first forward of `attach_layer_losses`.
+        InputError: `remove` was called; or as from the first forward of `attach_layer_losses`.
         """
         if getattr(self.model, _MARK, None) is not self:
             raise InputError("the layer losses were removed from this model: attach them again to read its depths")

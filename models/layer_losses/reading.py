@@ -24,6 +24,8 @@ from cdt_fast.ops.common import in_autocast
 # What is made of the head: its forward, and its inputs at each of the depths that are read and, in any case, the last.
 Form = Callable[[Callable[..., Tensor], list[Tensor]], Any]
 _Autocast = tuple[str, torch.dtype] | None
+_Run = Callable[[], Any]
+_Pooled = Callable[[Tensor], Tensor] | None
 
 
 class DepthReader:
@@ -51,14 +53,7 @@ class DepthReader:
         if self._states is not None and (depth == self.last or depth not in self._states):
             self._states[depth] = state_of(args, kwargs)
 
-    def read(
-        self,
-        run: Callable[[], Any],
-        form: Form,
-        *,
-        whole_logits: bool = False,
-        pooled: Callable[[Tensor], Tensor] | None = None,
-    ) -> tuple[Any, Any]:
+    def read(self, run: _Run, form: Form, *, whole_logits: bool = False, pooled: _Pooled = None) -> tuple[Any, Any]:
         """Return the output of `run`, a forward of the model without labels (of a language model with the logits of one
         token, unless `whole_logits`), and what `form` makes of the depths. `pooled` is applied to what a classifier's
         base model returns before the last."""
@@ -70,9 +65,7 @@ class DepthReader:
         finally:
             self._states = None
 
-    def _read_tokens(
-        self, run: Callable[[], Any], form: Form, states: dict[int, Tensor], whole_logits: bool
-    ) -> tuple[Any, Any]:
+    def _read_tokens(self, run: _Run, form: Form, states: dict[int, Tensor], whole_logits: bool) -> tuple[Any, Any]:
         layout = self.layout
         given: list[tuple[Tensor, _Autocast]] = []  # what the head is given in the forward, and its autocast
 
@@ -99,9 +92,7 @@ class DepthReader:
         last = states.get(self.last, given[0][0])
         return output, self._in_head(read_states, [*self._inner_states(states), last], given[0][1])
 
-    def _read_rows(
-        self, run: Callable[[], Any], form: Form, states: dict[int, Tensor], pooled: Callable[[Tensor], Tensor] | None
-    ) -> tuple[Any, Any]:
+    def _read_rows(self, run: _Run, form: Form, states: dict[int, Tensor], pooled: _Pooled) -> tuple[Any, Any]:
         """Do as `read` for a classifier; in place of logits its output has the rows that its head is given."""
         layout, autocast, outputs = self.layout, [], []
 
@@ -148,7 +139,7 @@ def _autocast_of(tensor: Tensor) -> _Autocast:
     return (tensor.device.type, torch.get_autocast_dtype(tensor.device.type)) if in_autocast(tensor) else None
 
 
-def _with_state(layout: Layout, output: Any, state: Tensor, pooled: Callable[[Tensor], Tensor] | None) -> Any:
+def _with_state(layout: Layout, output: Any, state: Tensor, pooled: _Pooled) -> Any:
     """Return what the base model returned, with another last state."""
     state = layout.features(state)
     state = state if pooled is None else pooled(state)

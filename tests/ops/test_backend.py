@@ -256,7 +256,7 @@ def test_on_hopper_narrow_layers_are_composed_and_unaligned_tensors_copied(
     signal, aligned = memory[3:163].view(1, 20, 8), memory[8:].view(1, 20, 8)
     for hopper in (False, True):
         monkeypatch.setattr(common, "is_hopper", lambda _, hopper=hopper: hopper)
-        assert (module.fused_unsupported_reason(*given) is None) == (fits or not hopper)
+        assert (module.unfused_reason(*given) is None) == (fits or not hopper)
         first, none, second = module.for_card(signal, None, aligned)
         assert (first is signal) == (not hopper)
         assert torch.equal(first, signal)

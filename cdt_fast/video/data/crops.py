@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cdt_fast.video.data.scenes import moving_leaves, paste
 
-CROPS_PER_WINDOW = 12
+CROPS = 12  # of a window
 GENERATED = 0.5  # probability with which generated frames take the place of a training crop
 PLANES = 4  # samples of a crop: `plane_of` says which
 
@@ -48,9 +48,7 @@ def unscaled(crops: int) -> int:
     return (crops + 2) // 3
 
 
-def cut_crops(
-    frames: Iterable[np.ndarray], window: int, side: int, crops: int = CROPS_PER_WINDOW
-) -> Iterator[np.ndarray]:
+def cut_crops(frames: Iterable[np.ndarray], window: int, side: int, crops: int = CROPS) -> Iterator[np.ndarray]:
     """Yield uint8 `[crops, 3, window, side, side]` of every `window` frames; a rest that fills none is left out."""
     gathered: list[np.ndarray] = []
     number = 0
