@@ -114,7 +114,9 @@ def denoising_forward_kernel(
     squares = tl.zeros((ROWS,), tl.float32)
     for start in range(0, CODE_WIDTH, ATOMS):
         atoms = load_atoms(dictionary, start, CODE_WIDTH, WIDTH, BLOCK_WIDTH, ATOMS)
-        codes, _, _, gate = gated_codes(mean, atoms, spread, thresholds, sharpness, start, CODE_WIDTH, PRECISION)
+        codes, _inverse, _ratio, gate = gated_codes(
+            mean, atoms, spread, thresholds, sharpness, start, CODE_WIDTH, PRECISION
+        )
         squares += tl.sum(gate * gate, 1)
         result = tl.dot((codes * gate).to(atoms.dtype), tl.trans(atoms), result, input_precision=PRECISION)
     store_rows(y, row, exists, 0, result, WIDTH, BLOCK_WIDTH)
