@@ -13,6 +13,7 @@ from cdt_fast import experiments, page, tasks
 from cdt_fast.bench.document import rows_of
 from cdt_fast.bench.measure import measure
 from cdt_fast.bench.suites import step
+from cdt_fast.checks import InputError
 from cdt_fast.files import replaced_atomically
 from cdt_fast.progress import progress_bar
 from cdt_fast.tables import as_text
@@ -24,7 +25,7 @@ from cdt_fast.video import comparison, figures
 from cdt_fast.video.data import open_source
 from cdt_fast.video.data.scenes import demo_clip
 from cdt_fast.video.data.source import FrameArray
-from cdt_fast.video.denoising import denoise_video, open_denoiser
+from cdt_fast.video.denoising import colored, denoise_video, open_denoiser
 from cdt_fast.video.noise import LEVELS
 from cdt_fast.video.writing import write_video
 
@@ -33,10 +34,14 @@ _STEPS = 400  # of each training
 
 
 def run(clip: str | None, out: Path) -> None:
-    """Denoise a clip, train with and without constraints, and time a step; InputError: the clip cannot be read.
+    """Denoise a clip, train with and without constraints, and time a step; InputError: the clip cannot be read, or
+    `out` holds other files.
 
     None: a generated scene. `out` is then the folder of the page, of a noisy and a denoised video, and of two runs.
     """
+    if out.exists() and any(out.iterdir()) and not (out / "plain-0").exists() and not (out / "demo.html").exists():
+        held = "holds other files, or what is left of a demo that was stopped"
+        raise InputError(f"{out}: {held}; remove them, or choose another folder with --out")
     command = shlex.join(["cdt-fast", "demo", *filter(None, [clip]), "--out", str(out)])
     parts = [page.paragraph(f"`{command}` makes this page.")]
     for number, part in enumerate((_denoised, _trained, _timed), 1):
@@ -53,9 +58,10 @@ def _say(number: int, words: str) -> None:
 
 def _denoised(clip: str | None, out: Path, number: int) -> tuple[str, Table, list[str]]:
     name = clip or "a generated scene"
-    _say(number, f"denoises {name}, half a minute")
     source = FrameArray(Path(name), demo_clip(_FRAMES, _SIDE, seed=1)) if clip is None else open_source(clip)
-    frames = np.stack(list(islice(source.frames(), _FRAMES)))
+    given = list(islice(source.frames(), _FRAMES))
+    frames = np.stack(given if len({frame.ndim for frame in given}) == 1 else list(map(colored, given)))
+    _say(number, f"denoises {name}, half a minute")
     model, settings, _ = open_denoiser(None)
     found = comparison.compare_denoisers(model, settings, [(name, iter(frames), len(frames))], (_SIGMA,))
     noise = np.random.default_rng(0).standard_normal(frames.shape)

@@ -156,6 +156,10 @@ def test_evaluate_measures_at_the_levels_that_are_given(call: Call, copied_run: 
         assert f"[evaluation] gammas {message}" in call("evaluate", copied_run.path, f"--gammas={words}").line()
 
 
+def test_the_page_of_clips_is_not_for_a_run(call: Call, copied_run: RunFolder) -> None:
+    assert "--out is for --clips" in call("evaluate", copied_run.path, "--out", "page.html").line()
+
+
 def test_a_run_that_is_not_finished_is_measured_with_a_note(
     call: Call, copied_run: RunFolder, quick_figures: None
 ) -> None:

@@ -104,6 +104,8 @@ def evaluate(options: argparse.Namespace) -> None:
     if options.clips is None:
         if options.folder is None:
             raise InputError("RUN is missing: cdt-fast evaluate RUN")
+        if options.out is not None:
+            raise InputError("--out is for --clips: the report of a run is in its folder")
         run, settings = tasks.open_run(options.folder)
         if options.gammas is not None:
             settings.set("evaluation", "gammas", options.gammas)
@@ -117,8 +119,9 @@ def evaluate(options: argparse.Namespace) -> None:
 
     command = shlex.join(["cdt-fast", "evaluate", *filter(None, [options.folder]), "--clips", *options.clips])
     found = comparison.compare_denoisers(*open_denoiser(options.folder)[:2], comparison.read_clips(options.clips))
-    comparison.write_report(options.out, found, command)
-    print(f"{as_text(comparison.as_table(found))}\nreport: {options.out}")
+    out = options.out or "clips.html"
+    comparison.write_report(out, found, command)
+    print(f"{as_text(comparison.as_table(found))}\nreport: {out}")
 
 
 def _evaluate(run: RunFolder, settings: RunSettings, data: Any = None, gammas: str | None = None) -> None:

@@ -71,7 +71,7 @@ def build_parser() -> Parser:
     text = "measure a denoiser of video on these clean clips, beside other denoisers: PSNR, SSIM, time a frame"
     add("--clips", nargs="+", metavar="CLIP", help=text)
     text = "with --clips: page of the table and a picture (clips.html)"
-    add("--out", default="clips.html", metavar="FILE", help=text)
+    add("--out", metavar="FILE", help=text)
 
     text = "set runs side by side: tables, and a report with pictures"
     add = _command(shown, "compare", commands.compare, text, "compare runs/constrained runs/plain").add_argument

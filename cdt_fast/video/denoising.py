@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cdt_fast.checks import InputError, printable
+from cdt_fast.checks import InputError, check_integer, check_number, printable
 from cdt_fast.files import replaced_atomically, try_lock
 from cdt_fast.models import DenoisingDUST, DenoisingViT
 from cdt_fast.ops.common import cpu_has_bf16_products
@@ -151,31 +151,30 @@ def denoise(
     source = FrameArray(Path("video"), video) if isinstance(video, np.ndarray) else open_source(video)
     gray = True
 
-    def colored() -> Iterator[np.ndarray]:
+    def given() -> Iterator[np.ndarray]:
         nonlocal gray
         for frame in source.frames():
             gray = gray and frame.ndim == 2
-            yield _colored(frame)
+            yield colored(frame)
 
-    frames = np.stack(list(_checked(model, settings, sigma=sigma).frames(colored())))
+    frames = np.stack(list(_checked(model, settings, sigma=sigma).frames(given())))
     return frames[..., 0] if gray else frames
 
 
-def _colored(frame: np.ndarray) -> np.ndarray:
-    return np.broadcast_to(np.atleast_3d(frame), (*frame.shape[:2], 3))  # a clip may change from gray to color
+def colored(frame: np.ndarray) -> np.ndarray:
+    """Return a frame `[h, w, 3]`: a clip may change from gray to color."""
+    return np.broadcast_to(np.atleast_3d(frame), (*frame.shape[:2], 3))
 
 
 def _checked(
     model: Denoiser, settings: VideoSettings, depth: int | None = None, sigma: float | None = None
 ) -> Denoising:
     """Return a `Denoising`, or InputError: an option is not valid for the network."""
-    depth = model.layers if depth is None else depth
-    if not 0 <= depth <= model.layers:
-        raise InputError(f"depth must be from 0 to {model.layers}, got {depth}")
+    depth = model.layers if depth is None else check_integer("depth", depth, 0, model.layers)
     if sigma is not None and not settings.crops:
         raise InputError(f"sigma is {sigma}, and a network of whole frames takes the noise as it comes")
-    if sigma is not None and not 0 < sigma < float("inf"):
-        raise InputError(f"sigma must be the noise's standard deviation in gray levels, above 0, got {sigma}")
+    if sigma is not None:
+        check_number("sigma", sigma, "the noise's standard deviation in gray levels, above 0", lambda level: level > 0)
     return Denoising(model, settings, depth, sigma)
 
 
@@ -217,8 +216,8 @@ def denoise_video(
     check_target(target, Path(source), overwrite)
     if caution:
         print(printable(f"cdt-fast: note: {caution}"), file=sys.stderr)
-    colored, label = map(_colored, frames.frames()), f"denoise {frames.path.name}"
-    shown = progress_bar(colored, desc=label, unit="frame", total=frames.expected)
+    label = f"denoise {frames.path.name}"
+    shown = progress_bar(map(colored, frames.frames()), desc=label, unit="frame", total=frames.expected)
     remove_leftovers(target)
     with replaced_atomically(target) as temporary, temporary.open("rb") as locked:
         try_lock(locked)

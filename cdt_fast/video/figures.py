@@ -118,8 +118,9 @@ def draw_depths(runs: Sequence[EvaluatedRun]) -> Any:
 
 
 def _kept(runs: Sequence[EvaluatedRun]) -> list[dict[str, Any]] | None:
-    """Return what `keep_frames` kept of every run, or None: a run was copied without it."""
-    return [load_file(run.folder.frames) for run in runs] if all(run.folder.frames.exists() for run in runs) else None
+    """Return what `keep_frames` kept of every run, or None: a run was copied without it, or is of an older version."""
+    kept = [load_file(run.folder.frames) for run in runs if run.folder.frames.exists()]
+    return kept if len(kept) == len(runs) and all("depths" in one for one in kept) else None
 
 
 def grid(rows: int, columns: int, width: float, height: float) -> tuple[Any, Any]:

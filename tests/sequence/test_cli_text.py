@@ -62,6 +62,14 @@ def test_train_evaluate_and_compare(
         assert ("Multipliers" in report) == (run == runs[0])
 
     first = read_json(runs[0] / "evaluation.json")
+    if task == "text":
+        shown = first["shown"]
+        assert shown["text"] in table.read_text()
+        assert shown["label"] in first["classes"]
+        assert len(shown["probabilities"]) == first["layers"] + 1
+        for depth in shown["probabilities"]:
+            assert len(depth) == len(first["classes"])
+            assert sum(depth) == pytest.approx(1)
     answer = call("evaluate", runs[0])
     assert answer.status == 0
     assert read_json(runs[0] / "evaluation.json") == first

@@ -106,6 +106,17 @@ def test_the_table_of_descent_shows_held_out_ratios_and_blanks_where_none_is_kno
     assert "None" not in as_text(report.descent_table([run]))
 
 
+def test_a_page_shows_what_it_is_given_as_it_is(tmp_path: Path) -> None:
+    parts = [page.table([["a<b", "c"], ["1", "&"]]), page.paragraph("run `x < y` & see"), page.picture(b"png", '"it"')]
+    page.write_page(tmp_path / "page.html", "1 < 2", parts)
+    text = (tmp_path / "page.html").read_text()
+    assert "<title>1 &lt; 2</title>" in text
+    assert "<tr><th>a&lt;b</th><th>c</th></tr>\n<tr><td>1</td><td>&amp;</td></tr>" in text
+    assert "<p>run <code>x &lt; y</code> &amp; see</p>" in text
+    assert f'src="data:image/png;base64,{base64.b64encode(b"png").decode()}" alt="&quot;it&quot;"' in text
+    assert not re.search('(src|href)="(?!data:)', text)  # nothing that the page would have to fetch
+
+
 def test_a_table_is_aligned() -> None:
     assert as_text([["a", "bb"], ["ccc", "d"]]) == "a    bb\n---  --\nccc   d"
     assert as_markdown([["a", "bb"], ["ccc", "d"]]) == "| a | bb |\n|---|---:|\n| ccc | d |"
