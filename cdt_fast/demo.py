@@ -70,8 +70,10 @@ def _denoised(clip: str | None, out: Path, number: int) -> tuple[str, Table, lis
         write_video(temporary, out / "noisy.mp4", map(np.atleast_3d, noisy), FrameArray(Path(name), noisy))
     denoise_video(model, settings, out / "noisy.mp4", out / "denoised.mp4", overwrite=True)
     table = [row for row in comparison.as_table(found) if " of " not in row[0]]
-    words = "The network comes with the package and has not seen the clip. `noisy.mp4` and `denoised.mp4`, beside this "
-    words += f"page, are {len(frames)} frames of it before and after `cdt-fast denoise noisy.mp4 denoised.mp4`."
+    words = "The network comes with the package and has not seen the clip"
+    words += "; half of its training was other scenes of the same generator" * (clip is None)
+    words += f". `noisy.mp4` and `denoised.mp4`, beside this page, are {len(frames)} frames of it before and after "
+    words += "`cdt-fast denoise noisy.mp4 denoised.mp4`."
     picture = page.picture(as_png(comparison.draw(found)), f"A part of a frame with noise of σ {_SIGMA:g}")
     return f"Denoising {name}", [row[:2] + row[4:] for row in table], [page.paragraph(words), picture]
 
