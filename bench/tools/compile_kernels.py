@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import itertools
 import multiprocessing
 import os
@@ -43,13 +44,7 @@ from cdt_fast.tables import as_markdown
 
 # An RTX 4090 takes the machine code of an RTX 3090, a B300 that of a B200.
 REPORTED = [name for name in CARDS if name not in ("RTX 4090", "B300")]
-# The dtype, and the precision of float32 products.
-MODES = {
-    "bfloat16": (torch.bfloat16, "ieee"),
-    "float16": (torch.float16, "ieee"),
-    "TF32": (torch.float32, "tf32"),
-    "float32": (torch.float32, "ieee"),
-}
+MODES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "TF32": torch.float32, "float32": torch.float32}
 DOCUMENT = Path("docs/gpus.md")
 HARMLESS_SPILL = 16  # bytes a thread: four registers
 RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)")
@@ -126,7 +121,7 @@ def call_ops(dtype: torch.dtype, with_flags: bool = True) -> None:
         alone = ({name: flag} for name, flag in flags.items())
         for given in [{}, flags, *alone] if every else [{}]:
             differentiate(ops.symmetric_attention, z, **given)
-    for width, nonlinearity in itertools.product((256, 64), ("soft_threshold", "relu")[: 1 + every]):
+    for width, nonlinearity in itertools.product((256, 64)[: 1 + every], ("soft_threshold", "relu")[: 1 + every]):
         step = tensor(64_000, 1024), tensor(64_000, width), tensor(width, 1024)
         differentiate(ops.lista_step, *step, **numbers, nonlinearity=nonlinearity)
     differentiate(ops.residual_linear, tensor(16_000, 768), tensor(768, 768), tensor(16_000, 768))
@@ -143,8 +138,8 @@ def call_ops(dtype: torch.dtype, with_flags: bool = True) -> None:
     depths = [tensor(64_000, 256) for _ in range(6)]
     differentiate(ops.layerwise_reconstruction_loss, depths, depths[0].detach(), depth_weights=weights)
     # Under autocast the target stays in float32. 225 pixels: rows that are not aligned.
-    sizes = (256, dtype), (256, torch.float32), (64, torch.float32), (225, dtype)
-    for width, target_dtype in sizes[not every :] if short else ():
+    sizes = (256, torch.float32), (256, dtype), (64, torch.float32), (225, dtype)
+    for width, target_dtype in sizes[: 4 if every else 1] if short else ():
         dictionary, target = tensor(width, 1024), torch.empty(3200, 20, width, dtype=target_dtype, device="meta")
         projection, signal = tensor(3200, 20, width), tensor(3200, 20, width).detach()
         given: dict[str, Any] = {**numbers, "projection": projection, "target": target}
@@ -179,6 +174,7 @@ class Driver:
 class Compiled(NamedTuple):
     """The result of compiling one specialization."""
 
+    card: str
     kernel: str
     mode: str
     registers: int = 0  # of a thread
@@ -188,12 +184,12 @@ class Compiled(NamedTuple):
     mixed: bool = False  # whether products for Hopper read one place as tiles of two kinds
     error: str = ""  # the compiler's message if it failed
 
-    def faults(self, card: GpuSpec) -> list[str]:
-        """Describe what is wrong with it on the card."""
-        faults = [f"does not compile: {self.error}"] if self.error else []
+    def faults(self) -> list[str]:
+        """Describe what is wrong with it on its card."""
+        card, faults = CARDS[self.card], [f"does not compile: {self.error}"] if self.error else []
         if self.mixed:
             faults.append("reads one place as tiles of two kinds, of which ptxas 12.8 makes code that reads another")
-        if self.spilled > HARMLESS_SPILL and MODES[self.mode][0].itemsize == 2:
+        if self.spilled > HARMLESS_SPILL and MODES[self.mode].itemsize == 2:
             faults.append(f"spills {self.spilled} bytes a thread")
         if self.shared > card.shared_memory:
             faults.append(f"needs {self.shared:,} bytes of shared memory, the card has {card.shared_memory:,}")
@@ -208,58 +204,67 @@ def compiling_for(card: GpuSpec) -> Iterator[None]:
         yield
 
 
-def measured(kernel: Any, name: str, mode: str) -> Compiled:
-    """Read the machine code of a compiled kernel."""
+def reads_two_kinds(ptx: str) -> bool:
+    """Return whether two descriptors of tiles have the same address, but not the same swizzling."""
+    halves = ((base, *divmod(int(text) % 2**64, 2**32)) for base, text in DESCRIPTORS.findall(ptx))
+    kinds = {(base, low, high) for base, high, low in halves if high}
+    return len(kinds) > len({one[:2] for one in kinds})
+
+
+def key(card: str, launch: Launch) -> tuple[str, str]:
+    """The name of the kernel, and the key under which Triton keeps it when it is compiled."""
+    with compiling_for(CARDS[card]):
+        *_, binder = launch.kernel.device_caches[CARDS[card].capability]
+        _, specialization, options = binder(**launch.arguments, **launch.options)
+    return launch.kernel.__name__, f"{specialization} {options}"
+
+
+def specializations(card: str, modes: Sequence[str], part: str, flags: bool) -> list[tuple[str, str, Launch]]:
+    """A launch of every specialization on a card in every mode, of the kernels whose name contains `part`."""
+    found = {}
+    for mode in modes:
+        with recording(CARDS[card], precision="ieee" if mode == "float32" else "tf32") as launches:
+            call_ops(MODES[mode], flags)
+        found |= {(mode, *key(card, one)): (card, mode, one) for one in launches if part in one.kernel.__name__}
+    return list(found.values())
+
+
+def compiled(card: str, mode: str, launch: Launch) -> Compiled:
+    """Compile one specialization for a card, and read its machine code."""
+    name = launch.kernel.__name__.removesuffix("_kernel")
+    try:
+        with compiling_for(CARDS[card]):
+            kernel = launch.kernel.warmup(grid=(1,), **launch.arguments, **launch.options)
+    except Exception as error:  # Triton raises its own types, MLIR RuntimeError, ptxas others
+        return Compiled(card, name, mode, error=f"{type(error).__name__}: {str(error).strip()[-200:]}")
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
         command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
         printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    (found,) = RESOURCES.findall(printed)
-    registers, stack, local = map(int, found)
+    registers, *spilled = map(int, *RESOURCES.findall(printed))
     loaded: Counter[int] = Counter()  # bits in the code, by the width of a load
     for load in LOADS.finditer(kernel.asm["ptx"]):
         width = 8 * int(load["bytes"], 16) if load["bytes"] else int(load["bits"]) * int(load["count"] or 1)
         loaded[width] += width
     widest = max(loaded, key=loaded.__getitem__, default=0)
-    mixed = kernel.metadata.target.arch == 90 and reads_two_kinds(kernel.asm["ptx"])
-    return Compiled(name, mode, registers, stack + local, kernel.metadata.shared, widest, mixed)
+    mixed = CARDS[card].capability == 90 and reads_two_kinds(kernel.asm["ptx"])
+    return Compiled(card, name, mode, registers, sum(spilled), kernel.metadata.shared, widest, mixed)
 
 
-def reads_two_kinds(ptx: str) -> bool:
-    """Return whether two descriptors of tiles have the same address, but not the same swizzling."""
-    upper: dict[tuple[str, int], int] = {}
-    for base, text in DESCRIPTORS.findall(ptx):
-        high, low = divmod(int(text) % 2**64, 2**32)
-        if high and upper.setdefault((base, low), high) != high:
-            return True
-    return False
+_work: list[tuple[str, str, Launch]] = []  # of the workers, who are forked
 
 
-def measure_card(card: GpuSpec, modes: Sequence[str], part: str, with_flags: bool = True) -> list[Compiled]:
-    """The code of every specialization on a card, of the kernels whose name contains `part`."""
-    found: list[Compiled] = []
-    for mode in modes:
-        dtype, precision = MODES[mode]
-        with recording(card, precision=precision) as launches:
-            call_ops(dtype, with_flags)
-        kernels: dict[Any, str] = {}  # one object for each specialization
-        with compiling_for(card):
-            for launch in (one for one in launches if part in one.kernel.__name__):
-                name = launch.kernel.__name__.removesuffix("_kernel")
-                try:
-                    kernels[launch.kernel.warmup(grid=(1,), **launch.arguments, **launch.options)] = name
-                except Exception as error:  # Triton raises its own types, MLIR RuntimeError, ptxas others
-                    found.append(Compiled(name, mode, error=f"{type(error).__name__}: {str(error).strip()[-200:]}"))
-        found += [measured(kernel, name, mode) for kernel, name in kernels.items()]
-    return found
+def _compile(number: int) -> Compiled:
+    return compiled(*_work[number])
 
 
-def table(found: Mapping[str, Sequence[Compiled]]) -> list[list[str]]:
+def table(results: Sequence[Compiled]) -> list[list[str]]:
     """A row for each kernel and mode: the worst of its specializations on each card."""
-    rows = [["kernel", "", *(f"{name} ({CARDS[name].shared_memory // 1024} KiB)" for name in found)]]
-    for row in dict.fromkeys(one[:2] for some in found.values() for one in some):
-        rows.append([*row, *(_worst([one for one in some if one[:2] == row]) for some in found.values())])
+    cards = dict.fromkeys(one.card for one in results)
+    rows = [["kernel", "", *(f"{card} ({CARDS[card].shared_memory // 1024} KiB)" for card in cards)]]
+    for row in dict.fromkeys(one[1:3] for one in results):
+        rows.append([*row, *(_worst([one for one in results if one[:3] == (card, *row)]) for card in cards)])
     return rows
 
 
@@ -281,21 +286,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--default", action="store_true", help="in bfloat16 no more than in the other modes")
     parser.add_argument("--write", action="store_true", help=f"put the rows of the first mode into {DOCUMENT}")
     options = parser.parse_args(arguments)
-    # Spawned: a fork would take over the threads that torch and LLVM have started here.
-    with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
-        work = options.mode, options.kernel, not options.default
-        futures = {name: pool.submit(measure_card, CARDS[name], *work) for name in options.card}
-        found = {name: future.result() for name, future in futures.items()}
-    every = [(name, one) for name, some in found.items() for one in some]
-    faults = [f"{one.kernel}, {one.mode}, {name}: {fault}" for name, one in every for fault in one.faults(CARDS[name])]
-    rows = table(found)
-    text = f"{len(every)} specializations compiled with Triton {triton.__version__}, faults: {len(faults) or 'none'}."
+    given = options.mode, options.kernel, not options.default
+    _work[:] = (one for card in options.card for one in specializations(card, *given))
+    # Forked: the workers import and record nothing. The last kernels take longest, and Python's collector a tenth.
+    with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("fork"), gc.disable) as pool:
+        results = [*pool.map(_compile, range(len(_work))[::-1])][::-1]
+    faults = [f"{one.kernel}, {one.mode}, {one.card}: {fault}" for one in results for fault in one.faults()]
+    rows = table(results)
+    text = f"{len(results)} specializations compiled with Triton {triton.__version__}, faults: {len(faults) or 'none'}."
     print(as_markdown(rows), "", text, *dict.fromkeys(faults), sep="\n")
     if options.write:
         first = as_markdown([[row[0], *row[2:]] for row in rows if row[1] in ("", options.mode[0])])
-        before, mark, rest = DOCUMENT.read_text("utf-8").partition("<!-- compile_kernels -->\n")
-        _, end, after = rest.partition("<!-- end -->")
-        write_text(DOCUMENT, f"{before}{mark}\n{text}\n\n{first}\n\n{end}{after}")
+        place = re.compile(r"(?<=<!-- compile_kernels -->\n).*(?=<!-- end -->)", re.DOTALL)
+        write_text(DOCUMENT, place.sub(f"\n{text}\n\n{first}\n\n", DOCUMENT.read_text("utf-8")))
     return 1 if faults else 0
 
 

@@ -30,8 +30,11 @@ from cdt_fast.bench.tools.compile_kernels import (  # noqa: E402
     Compiled,
     Launch,
     OperatorsOnMeta,
+    compiled,
     compiling_for,
+    key,
     recording,
+    specializations,
 )
 
 RTX_3090 = CARDS["RTX 3090"]
@@ -49,17 +52,6 @@ def launches_on(card: GpuSpec, dtype: torch.dtype = torch.bfloat16) -> list[Laun
     with recording(card) as launches:
         compile_kernels.call_ops(dtype)
     return launches
-
-
-def keys(card: GpuSpec, launches: list[Launch]) -> set[tuple[str, str]]:
-    """The name of each kernel, and the key under which Triton's own launcher keeps it when it is compiled."""
-    found = set()
-    with compiling_for(card):
-        for launch in launches:
-            *_, binder = launch.kernel.device_caches[card.capability]
-            _, specialization, options = binder(**launch.arguments, **launch.options)
-            found.add((launch.kernel.__name__, f"{specialization} {options}"))
-    return found
 
 
 class TestCompileKernels:
@@ -84,17 +76,17 @@ class TestCompileKernels:
             for sequences in (400, 256, 37, 1):
                 signal = torch.empty(sequences, 20, 256, dtype=torch.bfloat16, device="meta")
                 model.layer_losses(signal, signal, torch.empty(4, device="meta"))[0].backward()
-        counts = Counter(kernel for kernel, _ in keys(RTX_3090, launches))
+        counts = Counter(kernel for kernel, _ in {key("RTX 3090", one) for one in launches})
         assert {"unrolled_forward_kernel", "unrolled_backward_kernel"} <= counts.keys()
         assert max(counts.values()) <= 4, counts
 
     @pytest.mark.parametrize("card", ["RTX 3090", "H200"])
     @pytest.mark.parametrize("kernel", ["residual_linear", "packed_forward"])
     def test_a_kernel_compiles_and_fits(self, kernel: str, card: str) -> None:
-        found = compile_kernels.measure_card(CARDS[card], ["float16"], kernel)
+        found = [compiled(*one) for one in specializations(card, ["float16"], kernel, True)]
         assert found
         for one in found:
-            assert not one.faults(CARDS[card]), one
+            assert not one.faults(), one
             assert one.registers > 0, one
         narrow = [one for one in found if one.load_bits < 64]  # of 225 pixels, composed on Hopper
         assert len(narrow) <= (kernel == "packed_forward" and card == "H200"), narrow
@@ -110,7 +102,7 @@ class TestCompileKernels:
         (launch,) = launches
         with compiling_for(CARDS[card]):
             kernel = launch.kernel.warmup(grid=(1,), **launch.arguments, **launch.options)
-        assert not compile_kernels.measured(kernel, "cross_entropy", "bfloat16").spilled
+        assert not compiled(card, "bfloat16", launch).spilled
         found = Counter(re.findall(r"(ld|st)\.global(?:\.\w+)*?\.(v4\.b32|b16)", kernel.asm["ptx"]))
         assert found["ld", "b16"] == found["st", "b16"] == 1  # at the target
         assert found["ld", "v4.b32"] >= found["st", "v4.b32"] > 0
@@ -151,12 +143,10 @@ class TestCompileKernels:
     def test_a_spill_is_a_fault_in_16_bits(self) -> None:
         x = torch.empty(16_384, device="meta")
         launch = Launch(spilling_kernel, {"x": x, "output": x, "N": 16_384}, {"num_warps": 1})
-        with compiling_for(RTX_3090):
-            kernel = launch.kernel.warmup(grid=(1,), **launch.arguments, **launch.options)
-        found = compile_kernels.measured(kernel, "spilling", "bfloat16")
+        found = compiled("RTX 3090", "bfloat16", launch)
         assert found.spilled > 0
-        assert found.faults(RTX_3090) == [f"spills {found.spilled} bytes a thread"]
-        assert not found._replace(mode="TF32").faults(RTX_3090)
+        assert found.faults() == [f"spills {found.spilled} bytes a thread"]
+        assert not found._replace(mode="TF32").faults()
 
     def test_tiles_of_two_kinds_at_one_address_are_a_fault(self) -> None:
         """As ptxas 12.8 compiles them wrong: two upper halves of a descriptor are added to one lower half."""
@@ -164,26 +154,31 @@ class TestCompileKernels:
         assert compile_kernels.reads_two_kinds(f"{one}\n{other}")
         assert not compile_kernels.reads_two_kinds(f"{one}\n{one.replace('rd1', 'rd3')}")
         assert not compile_kernels.reads_two_kinds(f"{one}\n{other.replace('%rd9', '%rd8')}")
-        (fault,) = Compiled("a", "bfloat16", mixed=True).faults(CARDS["H200"])
+        (fault,) = Compiled("H200", "a", "bfloat16", mixed=True).faults()
         assert "ptxas" in fault
 
     def test_what_does_not_fit_or_compile_is_a_fault(self) -> None:
-        large = Compiled("a", "TF32", shared=200_000)
-        assert large.faults(RTX_3090) == ["needs 200,000 bytes of shared memory, the card has 101,376"]
-        assert not large.faults(CARDS["H200"])
-        assert Compiled("a", "TF32", error="TypeError: no").faults(RTX_3090) == ["does not compile: TypeError: no"]
+        large = Compiled("RTX 3090", "a", "TF32", shared=200_000)
+        assert large.faults() == ["needs 200,000 bytes of shared memory, the card has 101,376"]
+        assert not large._replace(card="H200").faults()
+        assert large._replace(shared=0, error="TypeError: no").faults() == ["does not compile: TypeError: no"]
 
     def test_the_command_prints_a_table_and_its_status(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
     ) -> None:
-        found = {
-            RTX_3090: [Compiled("a", "bfloat16", 100, 0, 2048, 128), Compiled("a", "bfloat16", 90)],
-            CARDS["H200"]: [Compiled("a", "bfloat16", 80, 24, 1025, 64), Compiled("b", "bfloat16", error="no")],
-        }
+        found = [
+            Compiled("RTX 3090", "a", "bfloat16", 100, 0, 2048, 128),
+            Compiled("RTX 3090", "a", "bfloat16", 90),
+            Compiled("H200", "a", "bfloat16", 80, 24, 1025, 64),
+            Compiled("H200", "b", "bfloat16", error="no"),
+        ]
         document = tmp_path / "gpus.md"
         document.write_text("before\n<!-- compile_kernels -->\nold\n<!-- end -->\nafter\n")
         monkeypatch.setattr(compile_kernels, "DOCUMENT", document)
-        monkeypatch.setattr(compile_kernels, "measure_card", lambda card, *_: found[card])
+        monkeypatch.setattr(
+            compile_kernels, "specializations", lambda card, *_: [(one,) for one in found if one.card == card]
+        )
+        monkeypatch.setattr(compile_kernels, "compiled", lambda one: one)
         monkeypatch.setattr(compile_kernels, "ProcessPoolExecutor", lambda *_: ThreadPoolExecutor(1))
         assert compile_kernels.main(["--card", "RTX 3090", "--write"]) == 0
         assert compile_kernels.main(["--card", "RTX 3090", "H200", "--write"]) == 1
