@@ -57,6 +57,7 @@ class TextData:
     names: list[str]
     text_pair: list[str] | None = None  # the second texts of pairs
     num_dropped: int = field(default=0, compare=False)
+    encoded: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)  # by the settings
 
     def __len__(self) -> int:
         return len(self.texts)

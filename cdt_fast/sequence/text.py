@@ -12,7 +12,14 @@ from cdt_fast.sequence.evaluation import SequenceEvaluation, accuracy_table, mea
 from cdt_fast.sequence.networks import Network, PretrainedNetwork, UnrolledNetwork, check_rows, unknown_words
 from cdt_fast.sequence.settings import UNROLLED, TextModelSettings, TextSettings
 from cdt_fast.sequence.task import SequenceWorkload, check, described, reported
-from cdt_fast.sequence.tokenizers import encoded_texts, from_hub, load_model, load_tokenizer, word_tokenizer
+from cdt_fast.sequence.tokenizers import (
+    EncodedSamples,
+    encoded_texts,
+    from_hub,
+    load_model,
+    load_tokenizer,
+    word_tokenizer,
+)
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.training.task import EvaluatedRun, Report
 
@@ -40,7 +47,7 @@ def build(settings: TextSettings, data: Splits, device: torch.device) -> Sequenc
         network: Network = _build_unrolled(model, data.train)
     else:
         network, names = _build_encoder(model, names)
-    samples = [encoded_texts(part.with_names(names), network.tokenizer, settings.data.max_tokens) for part in data[:3]]
+    samples = [_encoded(part, names, network.tokenizer, settings) for part in data[:3]]
     own_words = unrolled and model.embedding is None
     remedy = "--least-count 1 takes the rare ones in" if own_words else "take another --model"
     note = unknown_words(network.tokenizer, samples[1:], remedy)
@@ -60,7 +67,7 @@ def evaluate(folder: RunFolder, settings: TextSettings, data: Splits) -> dict[st
         encoder = load_model(_CLASSIFIER, folder.model)
         names = _own_classes(encoder.config) or names
         network = PretrainedNetwork(encoder, tokenizer, inner_pooling=settings.model.inner_pooling)
-    test = encoded_texts(data.test.with_names(names), tokenizer, settings.data.max_tokens)
+    test = _encoded(data.test, names, tokenizer, settings)
     check_rows(network, (test,), settings)
     measured = {**measure(network, test, settings), "shown": shown_text(network, test, data.test.texts, names)}
     return {**measured, "classes": names, "test_digest": digest(data.test)}
@@ -68,6 +75,15 @@ def evaluate(folder: RunFolder, settings: TextSettings, data: Splits) -> dict[st
 
 def report(runs: Sequence[EvaluatedRun]) -> Report:
     return reported(runs, [accuracy_table(runs, "accuracy")])
+
+
+def _encoded(part: TextData, names: Sequence[str], tokenizer: Any, settings: TextSettings) -> EncodedSamples:
+    """Return the part as token ids; all runs of an experiment share them, as that takes a minute of 50,000 texts."""
+    model, longest = settings.model, settings.data.max_tokens
+    key = (model.model, model.embedding, model.least_count, longest, *names)
+    if key not in part.encoded:
+        part.encoded[key] = encoded_texts(part.with_names(names), tokenizer, longest)
+    return part.encoded[key]
 
 
 def _build_encoder(settings: TextModelSettings, names: list[str]) -> tuple[PretrainedNetwork, list[str]]:
