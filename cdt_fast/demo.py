@@ -46,7 +46,7 @@ def run(clip: str | None, out: Path) -> None:
     parts = [page.paragraph(f"`{command}` makes this page.")]
     for number, part in enumerate((_denoised, _trained, _timed), 1):
         title, table, more = part(clip, out, number)
-        print(f"{title}\n\n{as_text(table)}\n", flush=True)
+        print(f"{as_text(table)}\n", flush=True)
         parts += [page.heading(title), page.table(table), *more]
     page.write_page(out / "demo.html", "cdt_fast: every layer lowers the loss", parts)
     print(f"page: {out / 'demo.html'}")
@@ -69,13 +69,14 @@ def _denoised(clip: str | None, out: Path, number: int) -> tuple[str, Table, lis
     with replaced_atomically(out / "noisy.mp4") as temporary:
         write_video(temporary, out / "noisy.mp4", map(np.atleast_3d, noisy), FrameArray(Path(name), noisy))
     denoise_video(model, settings, out / "noisy.mp4", out / "denoised.mp4", overwrite=True)
-    table = [row for row in comparison.as_table(found) if " of " not in row[0]]
+    table = [row[:2] + row[4:] for row in comparison.as_table(found) if " of " not in row[0]]
+    table[0][0] += f", {name}"
     words = "The network comes with the package and has not seen the clip"
     words += "; half of its training was other scenes of the same generator" * (clip is None)
     words += f". `noisy.mp4` and `denoised.mp4`, beside this page, are {len(frames)} frames of it before and after "
     words += "`cdt-fast denoise noisy.mp4 denoised.mp4`."
     picture = page.picture(as_png(comparison.draw(found)), f"A part of a frame with noise of σ {_SIGMA:g}")
-    return f"Denoising {name}", [row[:2] + row[4:] for row in table], [page.paragraph(words), picture]
+    return f"Denoising {name}", table, [page.paragraph(words), picture]
 
 
 def _trained(clip: str | None, out: Path, number: int) -> tuple[str, Table, list[str]]:
@@ -89,13 +90,18 @@ def _trained(clip: str | None, out: Path, number: int) -> tuple[str, Table, list
         folder = RunFolder.create(one.path, one.settings) if state == "new" else folder
         loop.train(folder, one.settings, task, data, resume=state != "new", progress=False)
         runs.append(replace(evaluation.evaluate_run(folder, one.settings, task, data), name=one.run))
-    index = figures.nearest_level(runs[0].evaluation)
-    table = [["RMSE after the layers", *map(str, range(runs[0].evaluation.layers + 1)), "bounds hold"]]
+    first = runs[0].evaluation
+    index = figures.nearest_level(first)
+    table = [["RMSE after the layers", *map(str, range(first.layers + 1)), "bounds hold"]]
     for one, held in zip(runs, ("", "yes" if runs[1].evaluation.feasible else "no"), strict=True):
         table.append([str(one.name), *(f"{error:.1f}" for error in one.evaluation.depth_rmse[index]), held])
     words = "Two networks like the paper's DUST, on a generated scene with noise of one level: trained on the last "
     words += "loss alone, and with the constraint that every layer removes a tenth. Both reach about the same error "
-    words += "at the end; only with constraints is every depth a reconstruction, at which one may stop."
+    words += "at the end; only with constraints is every depth a reconstruction, at which one may stop. "
+    others = [
+        figures.baseline_label(runs[0], name) + f" {rmse[index]:.1f}" for name, rmse in first.baseline_rmse.items()
+    ]
+    words += f"RMSE without a network: {', '.join(others)}."
     pictures = [
         ("A held-out frame at every depth", figures.draw_depths),
         ("Held-out loss at every depth; dashed: what the constraints allow", loss_over_depth),
@@ -113,7 +119,7 @@ def _timed(clip: str | None, out: Path, number: int) -> tuple[str, Table, list[s
         few = tuple(one for one in case.implementations if one.role != "peer" or one.name == "torch.compile")
         found.append(measure(replace(case, implementations=few), device, 3))
     shape = ", ".join(f"{name} {size}" for name, size in cases[0].shape.items())
-    table = [[f"a step of 5 layers ({shape})", "time", "x eager", "MiB at the peak"]]
+    table = [[f"training step ({shape})", "time", "x eager", "MiB at the peak"]]
     table += [*rows_of(found[0]), *rows_of(found[1])[1:]]  # the baseline of both is that in float32
     words = "Forward, backward, optimizer and multipliers, measured here and now. More cases: `cdt-fast bench --quick`."
     return "The speed of a training step", table, [page.paragraph(words)]
