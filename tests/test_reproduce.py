@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -230,3 +231,24 @@ def test_a_run_has_the_settings_of_the_documents(
     _, expected = open_run(tmp_path / "run", trained=False)
     experiment = experiments.Experiment.load(name)
     assert experiment.settings(run, experiment.cells[0], 2, expected.data.source) == expected
+
+
+def test_the_picture_shows_means_over_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [(3, "plain", 9.0), (7, "plain", 8.0), (7, "plain", 6.0), (3, "paper", 10.0), (7, "paper", 12.0)]
+    monkeypatch.setattr(
+        running,
+        "open_evaluated",
+        lambda number: SimpleNamespace(
+            evaluation=SimpleNamespace(
+                layers=found[number][0], headline=found[number][2], training_gamma=0.15, HEADLINE="RMSE"
+            )
+        ),
+    )
+    figures: list[Any] = []
+    monkeypatch.setattr(running, "as_png", lambda figure: figures.append(figure) or b"")
+    planned: list[Any] = [SimpleNamespace(path=number, run=run) for number, (_, run, _) in enumerate(found)]
+    assert running.picture(planned[:1]) == running.picture(planned[::3]) == []
+    (picture,) = running.picture(planned)
+    assert "RMSE over the number of layers" in picture
+    lines = {line.get_label(): line.get_xydata().tolist() for line in figures[0].axes[0].get_lines()}
+    assert lines == {"plain, γ 0.15": [[3, 9], [7, 7]], "paper, γ 0.15": [[3, 10], [7, 12]]}

@@ -80,7 +80,7 @@ def reproduce(options: argparse.Namespace) -> None:
         folders = [str(run.path) for run in planned if run.cell == cell]
         compare(argparse.Namespace(folders=folders, out=str(out / "comparison" / cell.name)))
     table = running.results_table(experiment, planned)
-    page.write_page(out / "results.html", experiment.title, [page.table(table)])
+    page.write_page(out / "results.html", experiment.title, [page.table(table), *running.picture(planned)])
     print(f"\n{as_text(table)}\n{out / 'results.html'}")
 
 

@@ -147,7 +147,7 @@ def listing() -> str:
         lines += [f"      constrained / plain in the paper: {'; '.join(known)}"] * bool(known)
     lines += [
         "",
-        "A run takes 4 to 10 minutes of one core on Ped2, half an hour on IMDb, hours with --model; all is forecast first.",
+        "A run takes 4 to 10 minutes of one core on Ped2, half an hour on IMDb, hours with --model; it is said before.",
     ]
     return "\n".join([*lines, "", "example: cdt-fast reproduce video clip.mp4 --seeds 0 --out runs/clip"])
 

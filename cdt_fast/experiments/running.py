@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import statistics
 import tempfile
 import time
@@ -9,12 +10,14 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
+from cdt_fast import page
 from cdt_fast.checks import InputError
 from cdt_fast.experiments import Experiment, PlannedRun
 from cdt_fast.progress import progress_bar
 from cdt_fast.tasks import open_evaluated, task_of
 from cdt_fast.training.checkpoint import saved_step
 from cdt_fast.training.loop import Trainer
+from cdt_fast.training.report import add_legend, as_png, axes_of
 from cdt_fast.training.results import t_quantile
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.training.task import Table
@@ -85,3 +88,22 @@ def results_table(experiment: Experiment, planned: Sequence[PlannedRun]) -> Tabl
                 f"{descends} of {len(found)}",
             ])  # fmt: skip
     return rows
+
+
+def picture(planned: Sequence[PlannedRun]) -> list[str]:
+    """Return a picture of the headline of every run over its number of layers, where that differs."""
+    measured = [(run.run, open_evaluated(run.path).evaluation) for run in planned]
+    layers = sorted({values.layers for _, values in measured})
+    if len(layers) == 1 or importlib.util.find_spec("matplotlib") is None:
+        return []
+    figure, (axis,) = axes_of()
+    lines: dict[str, dict[int, list[float]]] = {}
+    for run, values in measured:
+        lines.setdefault(f"{run}, γ {values.training_gamma:g}", {}).setdefault(values.layers, []).append(
+            values.headline
+        )
+    for name, line in lines.items():
+        axis.plot(sorted(line), [statistics.fmean(line[count]) for count in sorted(line)], "o-", label=name)
+    axis.set(xlabel="layers", ylabel=measured[0][1].HEADLINE, xticks=layers)
+    add_legend(axis)
+    return [page.picture(as_png(figure), f"{measured[0][1].HEADLINE} over the number of layers, means over the seeds")]
