@@ -52,6 +52,7 @@ class DescentConstraints(nn.Module):
         coupling     g_l (l = 1..L)           to w_l (l < L)          to w_L
         "chain"      ℓ_l − r_l ℓ_{l−1}        λ_l − r_{l+1} λ_{l+1}   λ_L
         "detach"     the same                 λ_l                     λ_L        ℓ_{l−1} is a constant in the gradient
+        "input"      the same                 λ_l; w_0 of "chain"     λ_L        ℓ_{l−1} too, but for ℓ_0
         "absolute"   ℓ_l − ε₀ ∏_{j≤l} r_j     λ_l                     λ_L
 
     and g_0 = ℓ_0 − ε₀ where there is a reference. With reference_mode="anchor" there is no g_0 and λ_0 = 0; under
@@ -78,7 +79,7 @@ class DescentConstraints(nn.Module):
         betas: Adam's decay of the first and second moment; None: gradient ascent. Dual momentum overshoots.
         resilience: "slack", "decay" or None. Without it an infeasible problem sends λ to infinity.
         slack_cost: β, the cost of squared slack, β/2 ‖u‖²: the larger, the harder the constraints.
-        coupling: "chain", "detach" or "absolute"; "absolute" needs a reference.
+        coupling: "chain", "input", "detach" or "absolute"; "absolute" needs a reference.
         reference_mode: "constraint" (g_0) or "anchor"; "anchor" needs a reference.
         normalize: whether the dual step sees relative violations (for positive losses). With resilience the slack is
             relative then: the rest point is that of the raw problem with the cost β / s_l at layer l.

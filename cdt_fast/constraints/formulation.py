@@ -104,12 +104,15 @@ class Descent(nn.Module):
         if reference is None and self.rates is not None and (self.absolute or anchored):
             needs = 'coupling="absolute"' if self.absolute else 'reference_mode="anchor"'
             raise InputError(f'reference is None; {needs} needs one: a number > 0 or "auto"')
+        if coupling == "input" and anchored:
+            raise InputError('coupling="input" needs reference_mode="constraint", got "anchor": it is about depth 0')
         self.exists = _constant([reference is not None and not anchored, *[self.rates is not None] * layers])
         self.uses_reference = _constant([True, self.absolute or anchored, *[self.absolute] * (layers - 1)])
         rates = torch.tensor([0.0, *(self.rates or [0.0] * layers)], dtype=torch.float64)
         self.kept = _constant(1 - rates)
         # The share of λ_l that depth l−1 carries: none where the bound of layer l is a constant in the gradient.
-        pushes = ~self.uses_reference[1:] & (coupling == "chain")
+        pushed = {"chain": layers, "input": 1}.get(coupling, 0)
+        pushes = ~self.uses_reference[1:] & (torch.arange(layers) < pushed)
         self.upstream = _constant(torch.where(pushes, (1 - margin) * self.kept[1:], 0.0))
         self.measured = RunningMean((), REFERENCE_MEASUREMENTS, fixes=True) if reference == "auto" else None
         level = reference if isinstance(reference, float) else math.nan

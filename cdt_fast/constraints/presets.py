@@ -16,7 +16,7 @@ from cdt_fast.checks import InputError, suggestion
 
 ObjectiveName = Literal["last", "depths", "log"]
 Resilience = Literal["slack", "decay"]
-Coupling = Literal["chain", "detach", "absolute"]
+Coupling = Literal["chain", "input", "detach", "absolute"]
 ReferenceMode = Literal["constraint", "anchor"]
 PaperPreset = Literal["paper-dust", "paper-ut", "paper-vit", "paper-text-ut", "paper-encoder", "paper-llama"]
 Preset = Literal["video", "text", "lm", "safe", PaperPreset]

@@ -420,7 +420,11 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"resilience": "slacks"}, "resilience must be one of 'slack', 'decay', None, got 'slacks'"),
     ({"slack_cost": 0.0}, "slack_cost must be a finite number > 0, got 0.0"),
     ({"betas": None, "resilience": "decay", "dual_lr": 1.0, "slack_cost": 0.5}, r"1.0; expected less than .* = 1 with"),
-    ({"coupling": "none"}, "coupling must be one of 'chain', 'detach', 'absolute', got 'none'"),
+    ({"coupling": "none"}, "coupling must be one of 'chain', 'input', 'detach', 'absolute', got 'none'"),
+    (
+        {"coupling": "input", "reference_mode": "anchor"},
+        'coupling="input" needs reference_mode="constraint", got "anch',
+    ),
     ({"reference_mode": "hold"}, "reference_mode must be one of 'constraint', 'anchor', got 'hold'"),
     ({"margin": 1.0}, r"margin must be a number in \[0, 1\), got 1.0"),
 ]

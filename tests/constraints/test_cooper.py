@@ -68,6 +68,10 @@ def detached(losses: Tensor) -> Tensor:
     return torch.cat([losses[:1] - REFERENCE, losses[1:] - KEPT * losses[:-1].detach()])
 
 
+def with_free_input(losses: Tensor) -> Tensor:
+    return torch.cat([losses[:1] - REFERENCE, chain(losses)[1:2], detached(losses)[2:]])
+
+
 def anchored(losses: Tensor) -> Tensor:
     return torch.cat([losses[1:2] - KEPT[0] * REFERENCE, losses[2:] - KEPT[1:] * losses[1:-1]])
 
@@ -108,6 +112,7 @@ FORMULATIONS = {
     "depths": Formulation(of_depths, chain, {"objective": "depths", "coefficients": COEFFICIENTS}, ALL),
     "log": Formulation(of_logarithms, chain, {"objective": "log", "coefficients": COEFFICIENTS}, ALL),
     "detach": Formulation(last, detached, {"coupling": "detach"}, ALL),
+    "input": Formulation(last, with_free_input, {"coupling": "input"}, ALL),
     "anchor": Formulation(last, anchored, {"reference_mode": "anchor"}, [1, 2, 3]),
     "absolute": Formulation(last, absolute, {"coupling": "absolute"}, ALL),
     "usual": Formulation(last, usual, {"coupling": "detach", "reference_mode": "anchor", "margin": 0.1}, [1, 2, 3]),
