@@ -97,11 +97,9 @@ def _trained(clip: str | None, out: Path, number: int) -> tuple[str, Table, list
         table.append([str(one.name), *(f"{error:.1f}" for error in one.evaluation.depth_rmse[index]), held])
     words = "Two networks like the paper's DUST, on a generated scene with noise of one level: trained on the last "
     words += "loss alone, and with the constraint that every layer removes a tenth. Both reach about the same error "
-    words += "at the end; only with constraints is every depth a reconstruction, at which one may stop. "
-    others = [
-        figures.baseline_label(runs[0], name) + f" {rmse[index]:.1f}" for name, rmse in first.baseline_rmse.items()
-    ]
-    words += f"RMSE without a network: {', '.join(others)}."
+    words += "at the end; only with constraints is every depth a reconstruction, at which one may stop."
+    for name, rmse in first.baseline_rmse.items():
+        words += f" RMSE by {figures.baseline_label(runs[0], name)}: {rmse[index]:.1f}."
     pictures = [
         ("A held-out frame at every depth", figures.draw_depths),
         ("Held-out loss at every depth; dashed: what the constraints allow", loss_over_depth),
