@@ -121,7 +121,7 @@ def call_ops(dtype: torch.dtype, with_flags: bool = True) -> None:
         alone = ({name: flag} for name, flag in flags.items())
         for given in [{}, flags, *alone] if every else [{}]:
             differentiate(ops.symmetric_attention, z, **given)
-    for width, nonlinearity in itertools.product((256, 64)[: 1 + every], ("soft_threshold", "relu")[: 1 + every]):
+    for width, nonlinearity in itertools.product((256, 64)[: 1 + with_flags], ("soft_threshold", "relu")[: 1 + every]):
         step = tensor(64_000, 1024), tensor(64_000, width), tensor(width, 1024)
         differentiate(ops.lista_step, *step, **numbers, nonlinearity=nonlinearity)
     differentiate(ops.residual_linear, tensor(16_000, 768), tensor(768, 768), tensor(16_000, 768))
@@ -139,7 +139,7 @@ def call_ops(dtype: torch.dtype, with_flags: bool = True) -> None:
     differentiate(ops.layerwise_reconstruction_loss, depths, depths[0].detach(), depth_weights=weights)
     # Under autocast the target stays in float32. 225 pixels: rows that are not aligned.
     sizes = (256, torch.float32), (256, dtype), (64, torch.float32), (225, dtype)
-    for width, target_dtype in sizes[: 4 if every else 1] if short else ():
+    for width, target_dtype in sizes[: 4 if with_flags else 1] if short else ():
         dictionary, target = tensor(width, 1024), torch.empty(3200, 20, width, dtype=target_dtype, device="meta")
         projection, signal = tensor(3200, 20, width), tensor(3200, 20, width).detach()
         given: dict[str, Any] = {**numbers, "projection": projection, "target": target}

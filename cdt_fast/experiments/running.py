@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import statistics
 import tempfile
 import time
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 from cdt_fast import page
@@ -17,7 +17,7 @@ from cdt_fast.progress import progress_bar
 from cdt_fast.tasks import open_evaluated, task_of
 from cdt_fast.training.checkpoint import saved_step
 from cdt_fast.training.loop import Trainer
-from cdt_fast.training.report import add_legend, as_png, axes_of
+from cdt_fast.training.report import COLORS, add_legend, as_png, axes_of
 from cdt_fast.training.results import t_quantile
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.training.task import Table
@@ -56,7 +56,7 @@ def _times(run: PlannedRun, data: Any) -> tuple[int, float, float, float]:
             work()
             trainer.step += 1
             ends.append(time.perf_counter())
-    *steps, validation, level = (end - start for start, end in pairwise(ends))
+    *steps, validation, level = (end - start for start, end in itertools.pairwise(ends))
     evaluation = level * (len(settings.evaluation.gammas) + 1) * len(data.test) / len(data.validation)
     return trainer.workload.steps, sum(steps) / _TIMED_STEPS, validation, evaluation
 
@@ -102,8 +102,9 @@ def picture(planned: Sequence[PlannedRun]) -> list[str]:
         lines.setdefault(f"{run}, γ {values.training_gamma:g}", {}).setdefault(values.layers, []).append(
             values.headline
         )
-    for name, line in lines.items():
-        axis.plot(sorted(line), [statistics.fmean(line[count]) for count in sorted(line)], "o-", label=name)
+    for color, (name, line) in zip(itertools.cycle(COLORS), lines.items(), strict=False):
+        means = [statistics.fmean(line[count]) for count in sorted(line)]
+        axis.plot(sorted(line), means, "o-", color=color, label=name)
     axis.set(xlabel="layers", ylabel=measured[0][1].HEADLINE, xticks=layers)
     add_legend(axis)
     return [page.picture(as_png(figure), f"{measured[0][1].HEADLINE} over the number of layers, means over the seeds")]

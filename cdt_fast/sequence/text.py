@@ -12,14 +12,7 @@ from cdt_fast.sequence.evaluation import SequenceEvaluation, accuracy_table, mea
 from cdt_fast.sequence.networks import Network, PretrainedNetwork, UnrolledNetwork, check_rows, unknown_words
 from cdt_fast.sequence.settings import UNROLLED, TextModelSettings, TextSettings
 from cdt_fast.sequence.task import SequenceWorkload, check, described, reported
-from cdt_fast.sequence.tokenizers import (
-    EncodedSamples,
-    encoded_texts,
-    from_hub,
-    load_model,
-    load_tokenizer,
-    word_tokenizer,
-)
+from cdt_fast.sequence.tokenizers import encoded_texts, from_hub, load_model, load_tokenizer, word_tokenizer
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.training.task import EvaluatedRun, Report
 
@@ -77,10 +70,10 @@ def report(runs: Sequence[EvaluatedRun]) -> Report:
     return reported(runs, [accuracy_table(runs, "accuracy")])
 
 
-def _encoded(part: TextData, names: Sequence[str], tokenizer: Any, settings: TextSettings) -> EncodedSamples:
-    """Return the part as token ids; all runs of an experiment share them, as that takes a minute of 50,000 texts."""
+def _encoded(part: TextData, names: Sequence[str], tokenizer: Any, settings: TextSettings) -> Any:
+    """Return the part as `EncodedSamples`; the runs of an experiment share them: of 50,000 texts they take a minute."""
     model, longest = settings.model, settings.data.max_tokens
-    key = (model.model, model.embedding, model.least_count, longest, *names)
+    key = (model.model, model.embedding, longest, *names, frozenset(tokenizer.get_vocab().items()))
     if key not in part.encoded:
         part.encoded[key] = encoded_texts(part.with_names(names), tokenizer, longest)
     return part.encoded[key]

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from cdt_fast.checks import InputError
 from cdt_fast.files import read_json
+from cdt_fast.sequence import text
 from cdt_fast.sequence.perturbation import perturbed
 from cdt_fast.sequence.tokenizers import EncodedSamples
 from cdt_fast.training import optimizer
@@ -70,6 +71,24 @@ def test_a_reference_is_at_most_the_loss_of_a_guess(
     trainer.run(progress=False)
     evaluation = evaluated(trainer.folder, config)
     assert evaluation["violation"][1] == pytest.approx(evaluation["layer_loss"][1] - 0.9 * used)
+
+
+def test_runs_on_the_same_data_share_the_token_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for those of another vocabulary, or of another length."""
+    made: list[int] = []
+    original = text.encoded_texts
+    monkeypatch.setattr(text, "encoded_texts", lambda part, *rest: made.append(len(part)) or original(part, *rest))
+    config = settings_for(write_table(tmp_path / "reviews.tsv"))
+    data = text.load(config)
+    first, second = (text.build(config, data, torch.device("cpu")) for _ in range(2))
+    assert first.train is second.train
+    assert len(made) == 3
+    fewer = data._replace(train=data.train.subset(range(4)))
+    other = text.build(config, fewer, torch.device("cpu"))
+    assert len(made) == 6
+    assert [row.tolist() for row in other.validation.rows] != [row.tolist() for row in first.validation.rows]
+    text.build(settings_for(tmp_path / "reviews.tsv", max_tokens=3), data, torch.device("cpu"))
+    assert len(made) == 9
 
 
 @pytest.mark.parametrize("model", ["text-ut", "encoder"])
