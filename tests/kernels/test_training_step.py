@@ -207,7 +207,7 @@ def test_a_captured_training_is_the_eager_one_and_resumes(tmp_path: Path, change
     resumed.load(load_checkpoint(captured.folder.checkpoint))
     captured.run(progress=False)
     resumed.run(progress=False)
-    precision = eager.settings.training.precision
+    precision = eager.execution.precision
     losses = [trainer.folder.read_metrics()[-1]["validation"]["loss"] for trainer in (eager, captured, resumed)]
     for trainer, found in zip((captured, resumed), losses[1:], strict=True):
         assert_same(dict(trainer.model.state_dict()), dict(eager.model.state_dict()), precision)
