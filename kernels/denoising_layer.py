@@ -67,14 +67,14 @@ def energy_attention(
 
 @triton.jit
 def gated_codes(mean, atoms, spread, thresholds, sharpness, start, CODE_WIDTH: tl.constexpr, PRECISION: tl.constexpr):
-    """Compute columns of C, 1 / (ρ t)², u and, zero beyond the last atom, G."""
+    """Compute columns of C, C / (ρ t)² and, zero beyond the last atom, G."""
     column = start + tl.arange(0, atoms.shape[1])
     threshold = tl.load(thresholds + column, mask=column < CODE_WIDTH, other=1.0)
     inverse = (1.0 / spread)[:, None] * (1.0 / (threshold * threshold))[None, :]
     codes = tl.dot(mean, atoms, input_precision=PRECISION)
-    ratio = codes * codes * inverse
-    gate = tl.where((column < CODE_WIDTH)[None, :], tl.sigmoid(sharpness * (ratio - 1.0)), 0.0)
-    return codes, inverse, ratio, gate
+    scaled = codes * inverse
+    gate = tl.where((column < CODE_WIDTH)[None, :], tl.sigmoid(sharpness * (codes * scaled - 1.0)), 0.0)
+    return codes, scaled, gate
 
 
 @triton.jit(do_not_specialize=["sequences", "tokens", "programs"])
@@ -114,9 +114,7 @@ def denoising_forward_kernel(
     squares = tl.zeros((ROWS,), tl.float32)
     for start in range(0, CODE_WIDTH, ATOMS):
         atoms = load_atoms(dictionary, start, CODE_WIDTH, WIDTH, BLOCK_WIDTH, ATOMS)
-        codes, _inverse, _ratio, gate = gated_codes(
-            mean, atoms, spread, thresholds, sharpness, start, CODE_WIDTH, PRECISION
-        )
+        codes, _scaled, gate = gated_codes(mean, atoms, spread, thresholds, sharpness, start, CODE_WIDTH, PRECISION)
         squares += tl.sum(gate * gate, 1)
         result = tl.dot((codes * gate).to(atoms.dtype), tl.trans(atoms), result, input_precision=PRECISION)
     store_rows(y, row, exists, 0, result, WIDTH, BLOCK_WIDTH)
@@ -171,27 +169,25 @@ def denoising_backward_kernel(
     grad_spread, grad_sharpness = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32)  # of log ρ, and of κ
     for start in range(0, CODE_WIDTH, ATOMS):
         atoms = load_atoms(dictionary, start, CODE_WIDTH, WIDTH, BLOCK_WIDTH, ATOMS)
-        codes, inverse, ratio, gate = gated_codes(
-            mean, atoms, spread, thresholds, sharpness, start, CODE_WIDTH, PRECISION
-        )
+        codes, scaled, gate = gated_codes(mean, atoms, spread, thresholds, sharpness, start, CODE_WIDTH, PRECISION)
         grad_gate = weight[:, None] * gate
         grad_spread += tl.sum(grad_gate * gate, 1)
         through = tl.dot(upstream, atoms, input_precision=PRECISION)
         grad_gate += through * codes
-        gradient = through * gate
         slope = grad_gate * gate * (1.0 - gate)
-        grad_sharpness += tl.sum(slope * (ratio - 1.0), 1)
-        slope *= 2.0 * sharpness
-        gradient += slope * codes * inverse
+        grad_sharpness -= tl.sum(slope, 1)
+        slope *= scaled
+        gradient = through * gate + 2.0 * sharpness * slope
         # Not where H is computed: stored there, it spills up to 160 bytes.
         if shrunk is not None:
             store_rows(shrunk + first * CODE_WIDTH, row, exists, start, codes * gate, CODE_WIDTH, ATOMS)
         store_rows(dc, row, exists, start, gradient, CODE_WIDTH, ATOMS)
-        slope *= ratio
-        grad_spread -= tl.sum(slope, 1)
+        slope *= codes
+        grad_sharpness += tl.sum(slope, 1)
+        grad_spread -= 2.0 * sharpness * tl.sum(slope, 1)
         column = start + tl.arange(0, ATOMS)
         share = grad_thresholds + tl.program_id(0).to(tl.int64) * CODE_WIDTH
-        tl.store(share + column, -tl.sum(slope, 0), mask=column < CODE_WIDTH)
+        tl.store(share + column, -2.0 * sharpness * tl.sum(slope, 0), mask=column < CODE_WIDTH)
     tl.debug_barrier()
     # In a loop of its own, though it reads D again: V, dY and this sum are more than the registers hold.
     grad_mean = tl.zeros((ROWS, BLOCK_WIDTH), tl.float32)
