@@ -65,7 +65,7 @@ LEAN_BACKWARD_BLOCKS = {
     **BACKWARD_BLOCKS,
     "consumer": _blocks(64, 64, 32, 8, 2),
     "hopper": _blocks(64, 32, 64, 4, 3),
-    "b200": _blocks(64, 32, 32, 4, 3),  # where 64 columns spill
+    "b200": BACKWARD_BLOCKS["consumer"],  # of four warps its shared memory holds one block as well
 }
 
 
