@@ -183,8 +183,9 @@ def denoising_backward_kernel(
             store_rows(shrunk + first * CODE_WIDTH, row, exists, start, codes * gate, CODE_WIDTH, ATOMS)
         store_rows(dc, row, exists, start, gradient, CODE_WIDTH, ATOMS)
         slope *= codes
-        grad_sharpness += tl.sum(slope, 1)
-        grad_spread -= 2.0 * sharpness * tl.sum(slope, 1)
+        of_row = tl.sum(slope, 1)
+        grad_sharpness += of_row
+        grad_spread -= 2.0 * sharpness * of_row
         column = start + tl.arange(0, ATOMS)
         share = grad_thresholds + tl.program_id(0).to(tl.int64) * CODE_WIDTH
         tl.store(share + column, -2.0 * sharpness * tl.sum(slope, 0), mask=column < CODE_WIDTH)
@@ -209,7 +210,8 @@ def denoising_backward_kernel(
     grad_scores = attention * (grad_attention - tl.sum(attention * grad_attention, 1)[:, None])
     own = tl.arange(0, ROWS)[:, None] == tl.arange(0, ROWS)[None, :]
     share = grad_parameters + tl.program_id(0) * 3
-    tl.store(share, tl.sum(grad_scores * scores))
+    # Rows of dS sum to zero but for rounding, by which scores are large: only how they differ counts.
+    tl.store(share, tl.sum(grad_scores * (scores - tl.sum(attention * scores, 1)[:, None])))
     tl.store(share + 1, -tl.sum(tl.where(own, grad_scores, 0.0)))
     tl.store(share + 2, tl.sum(grad_sharpness))
     symmetric = ((grad_scores + tl.trans(grad_scores)) * tl.load(parameters)).to(low)
