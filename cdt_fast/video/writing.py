@@ -29,8 +29,9 @@ _FILE_TAGS = {"major_brand", "minor_version", "compatible_brands", "encoder", "s
 _STREAM_TAGS = ("title", "language")
 _LATIN_1 = {0xDC00 + byte: byte for byte in range(128, 256)}  # from what "surrogateescape" makes of bytes
 _CHAPTER_TRACK = "bin_data"  # FFmpeg's name of the texts of an MP4's chapters
-# Without macroblock trees, whose assembly reads beyond small frames: the same frames are then the same bytes.
-_ENCODING = {"crf": "16", "preset": "veryfast", "x264-params": "mbtree=0"}
+# Without macroblock trees, whose assembly reads beyond small frames: the same frames are then the same bytes. With its
+# trellis, without which noise of σ 30 is coded as 27, "veryfast" is as good as "medium", in half of the time.
+_ENCODING = {"crf": "16", "preset": "veryfast", "trellis": "1", "x264-params": "mbtree=0"}
 
 
 def check_target(target: Path, source: Path, overwrite: bool) -> None:
