@@ -1,6 +1,5 @@
 """A trained model on any clips, beside the transforms and libavfilter's denoisers: PSNR, SSIM and time a frame."""
 
-import math
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -22,13 +21,14 @@ from cdt_fast.video.data.crops import luma
 from cdt_fast.video.data.windows import middle
 from cdt_fast.video.denoising import Denoising
 from cdt_fast.video.figures import detail, draw_frame, grid
-from cdt_fast.video.networks import Denoiser, device_of
+from cdt_fast.video.networks import Denoiser
 from cdt_fast.video.noise import LEVELS
 from cdt_fast.video.quality import dct3d_shifted_denoise, psnr_of, ssim
 from cdt_fast.video.settings import VideoSettings
 
 SIGMAS = (10.0, 20.0, 30.0, 40.0, 50.0)  # the customary levels
-_SIDES, _FRAMES, _PATCH = (160, 160), 16, 8  # of the piece in the middle of a clip, and of the transform
+_SIDES, _FRAMES = (160, 160), (16, 30)  # of the piece in the middle of a clip; at least and at most
+_PATCH, _WINDOW = 8, 16  # of the transform
 # Each filter of libavfilter at the strength that was best of a few factors of the noise at σ 10, 30 and 50, on clips
 # that models trained on; that of nlmeans ends at what the filter takes.
 _FILTERS: dict[str, Callable[[float], str]] = {
@@ -72,18 +72,17 @@ def compare_denoisers(
 ) -> Comparison:
     """Measure a noise-adaptive model at every depth, and all `peers`, on the luma of clips with white noise.
 
-    Of each clip 160 x 160 pixels of the 16 frames in its middle (or as many more as fill windows) are measured, and of
-    the first one the time of whole frames. The model is told the noise (in gray levels, one of `at`), as the peers are,
+    Of each clip 160 x 160 pixels of the 30 frames in its middle (of a shorter one all) are measured, and of the first
+    one the time of whole frames. The model is told the noise (in gray levels, one of `at`), as the peers are,
     and once estimates it, as `denoise` does. The noise is the same for all.
     """
     if not settings.crops:
         raise InputError("--clips compares a network for crops, which is what train video trains by default")
-    whole = [_middle(*clip, settings.data.window) for clip in clips]
+    whole = [_middle(*clip) for clip in clips]
     pieces = [torch.stack([torch.from_numpy(middle(frame, _SIDES)) for frame in frames.numpy()]) for frames in whole]
 
     def ours(depth: int, told: bool, frames: Tensor, sigma: float) -> Tensor:
-        denoising, windows = Denoising(model, settings, depth), frames.to(device_of(model)).split(settings.data.window)
-        return torch.cat([denoising.plane(window[None], sigma if told else None)[0] for window in windows]).cpu()
+        return Denoising(model, settings, depth, sigma if told else None).luma(frames)
 
     named = peers()
     named |= {f"cdt_fast, {n} of {model.layers} layers": partial(ours, n, True) for n in range(1, model.layers + 1)}
@@ -148,16 +147,17 @@ def peers() -> dict[str, Callable[[Tensor, float], Tensor]]:
     there = require("av", "video", "the filters of libavfilter").filter.filters_available
     return {
         "noisy frames": lambda frames, _: frames,
-        "3-D DCT, shifted grids": lambda frames, sigma: dct3d_shifted_denoise(frames[None], sigma / LEVELS, _PATCH)[0],
+        "3-D DCT, shifted grids": _transformed,
         **{f"ffmpeg, {name}": partial(_filtered, name) for name in _FILTERS if name in there},
     }
 
 
-def _middle(name: str, frames: Iterable[np.ndarray], total: int, window: int) -> Tensor:
+def _middle(name: str, frames: Iterable[np.ndarray], total: int) -> Tensor:
     """Return the luma of the frames in the middle of a clip, `[T, h, w]` in [0, 1]."""
-    wanted = window * math.ceil(_FRAMES / window)
-    if total < wanted:
-        raise InputError(f"{name}: has {total} frames, fewer than what is measured, {wanted}")
+    least, most = _FRAMES
+    if total < least:
+        raise InputError(f"{name}: has {total} frames, fewer than what is measured, {least}")
+    wanted = min(total, most)
     start = (total - wanted) // 2
     chosen = np.stack([middle(luma(frame)) for frame in islice(frames, start, start + wanted)])
     return torch.from_numpy(chosen / np.float32(LEVELS))
@@ -165,6 +165,11 @@ def _middle(name: str, frames: Iterable[np.ndarray], total: int, window: int) ->
 
 def _noisy(clean: Tensor, sigma: float, seed: int) -> Tensor:
     return clean + sigma / LEVELS * torch.randn(clean.shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _transformed(frames: Tensor, sigma: float) -> Tensor:
+    windows = frames[None].split(_WINDOW, 1)
+    return torch.cat([dct3d_shifted_denoise(window, sigma / LEVELS, _PATCH) for window in windows], 1)[0]
 
 
 def _filtered(name: str, frames: Tensor, sigma: float) -> Tensor:

@@ -164,6 +164,22 @@ def test_a_few_frames_lose_their_noise_too(count: int) -> None:
     assert (after < before / 5).all()
 
 
+@pytest.mark.parametrize("count", [8, 9, 14, 15, 20])
+def test_windows_share_frames(count: int) -> None:
+    """Two windows of 8 share two frames, the last one more, and the later one has a third and two thirds of them."""
+    settings = VideoSettings.chosen({"data": {"window": 8}})
+    model, noisy = build_network(settings), torch.rand(count, 24, 24, generator=torch.Generator().manual_seed(0))
+    denoising = Denoising(model, settings, 3, 20.0)
+    expected = torch.zeros_like(noisy)
+    for begin in range(0, count - 2, 6):
+        start = min(begin, count - 8)
+        window = denoising.plane(noisy[None, start : start + 8], 20.0)[0, begin - start :]
+        shares = torch.tensor([1 / 3, 2 / 3] if begin else [1.0, 1.0])
+        for place, share in zip(range(begin, start + 8), (*shares, *[1.0] * 6), strict=False):
+            expected[place] = share * window[place - begin] + (1 - share) * expected[place]
+    torch.testing.assert_close(denoising.luma(noisy), expected)
+
+
 @pytest.mark.parametrize("pixels", ["bgr0", "yuv420p"])
 def test_the_noise_of_color_is_found_and_removed_at_half_its_resolution_too(tmp_path: Path, pixels: str) -> None:
     settings = VideoSettings.chosen({"model": {"layers": 3}})
@@ -317,7 +333,7 @@ def test_what_a_killed_process_was_writing_is_removed(
     assert sorted(os.listdir(tmp_path)) == [running.name, "out.mp4"]
     at_work = Denoising._window
 
-    def stopped(*given: Any) -> np.ndarray:
+    def stopped(*given: Any) -> torch.Tensor:
         assert len(os.listdir(tmp_path)) == 2
         signal.raise_signal(number)
         return at_work(*given)
