@@ -47,14 +47,23 @@ def build_network(settings: VideoSettings) -> Denoiser:
             raise InputError(f"[data] patch must be {side}, that of the ViT in {model.pretrained}; got {data.patch}")
         return vit
     if settings.crops:
-        network = DenoisingDUST(data.patch, data.patch_frames, model.code_size, model.layers)
-        shipped = None if model.scratch else load_pretrained(SHIPPED)
-        return shipped if isinstance(shipped, DenoisingDUST) and shipped.config == network.config else network
+        return shipped_network(settings) or DenoisingDUST(data.patch, data.patch_frames, model.code_size, model.layers)
     tied = not settings.constrained if model.tied is None else model.tied
     sizes = pixels, model.code_size or pixels, model.layers
     if model.model == "ut":
         return VideoUT(*sizes, tied=tied, scale=model.scale)
     return DUST(*sizes, tied=tied, scale=model.scale, sparsity=model.sparsity)
+
+
+def shipped_network(settings: VideoSettings) -> DenoisingDUST | None:
+    """Return the network of the package, if a training by these settings starts from it: it has to fit them."""
+    data, model = settings.data, settings.model
+    if model.scratch or not settings.crops:
+        return None
+    shipped, pixels = load_pretrained(SHIPPED), data.patch_frames * data.patch**2
+    sizes = {"patch": data.patch, "patch_frames": data.patch_frames, "layers": model.layers}
+    fits = shipped.config == {**sizes, "code_size": model.code_size or pixels}
+    return shipped if isinstance(shipped, DenoisingDUST) and fits else None
 
 
 def load_network(folder: Path, device: str = "auto") -> Denoiser:

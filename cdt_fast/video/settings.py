@@ -55,7 +55,10 @@ class VideoTrainingSettings(shared.TrainingSettings):
 
     steps: Positive = setting(1000, "optimizer steps")
     batch: Positive = setting(1, "windows per micro-batch")
-    lr: NonNegative = setting(0.001, "learning rate of Adam, 0.01 with --scratch; on crops dictionaries have .03 of it")
+    lr: NonNegative | None = setting(
+        None,
+        "learning rate of Adam (default: 0.001; 0.01 for a new network on crops, whose dictionaries have .03 of it)",
+    )
 
 
 # The preset, but for the objective, which is another one without constraints. The constraints are on from the start: an

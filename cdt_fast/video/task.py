@@ -21,7 +21,14 @@ from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.training.task import EvaluatedRun, Report
 from cdt_fast.video import evaluation, figures
 from cdt_fast.video.data.windows import VideoData, load_video
-from cdt_fast.video.networks import ReconstructionLosses, build_network, device_of, load_network, training_input
+from cdt_fast.video.networks import (
+    ReconstructionLosses,
+    build_network,
+    device_of,
+    load_network,
+    shipped_network,
+    training_input,
+)
 from cdt_fast.video.noise import LEVELS, add_noise_by_window
 from cdt_fast.video.settings import VideoSettings
 
@@ -56,10 +63,11 @@ class VideoWorkload:
         self._denoiser = build_network(settings)
         self.model: nn.Module = self._denoiser
         self.num_constraints = self._denoiser.layers
-        self.lr: float = settings.training.lr
+        self.lr = learning_rate(settings)
         self.steps: int = settings.training.steps
         self.training_samples = len(data.train)
-        self.description = data.description
+        start = "cosines" if shipped_network(settings) is None else "the network of the package"
+        self.description = data.description + f"\nstarts from {start}" * settings.crops
         windows = [len(part) for part in (data.train, data.validation, data.test)]
         self.identity: dict[str, Any] = {"windows": windows, "sigma": data.sigma}
         self._noise = torch.Generator(device)  # seeded anew for every window
@@ -104,6 +112,13 @@ class VideoWorkload:
         if reason is None:
             return "each layer in one fused Triton kernel, forward and backward"
         return f"each layer composed of ops, not in one kernel ({reason})"
+
+
+def learning_rate(settings: VideoSettings) -> float:
+    """Return that of the settings, or the default: larger for a denoiser of crops that is new."""
+    if settings.training.lr is not None:
+        return settings.training.lr
+    return 1e-2 if settings.crops and shipped_network(settings) is None else 1e-3
 
 
 build = VideoWorkload

@@ -29,6 +29,7 @@ from cdt_fast.video.data.crops import to_opponent
 from cdt_fast.video.denoising import Denoising
 from cdt_fast.video.networks import SHIPPED, build_network, load_network
 from cdt_fast.video.settings import VideoSettings
+from cdt_fast.video.task import learning_rate
 from cdt_fast.video.writing import CONTAINERS
 from tests.runs import Call
 from tests.tiny import scrolling_clip
@@ -106,6 +107,15 @@ def test_a_network_comes_with_the_package(call: Call, tmp_path: Path) -> None:
     assert all(torch.equal(value, shipped[name]) for name, value in started.state_dict().items())
     assert not torch.equal(scratch.state_dict()["dictionary"], shipped["dictionary"])
     assert build_network(settings.chosen({"model": {"layers": 4}})).layers == 4  # which it does not fit
+
+
+@pytest.mark.parametrize(
+    ("model", "training", "expected"),
+    [({}, {}, 0.001), ({"scratch": True}, {}, 0.01), ({"layers": 4}, {}, 0.01), ({"scratch": True}, {"lr": 0.0}, 0.0)],
+)
+def test_a_new_network_learns_faster(model: dict[str, Any], training: dict[str, Any], expected: float) -> None:
+    assert learning_rate(VideoSettings.chosen({"model": model, "training": training})) == expected
+    assert learning_rate(VideoSettings.chosen({"data": {"frames": "resized", "patch_frames": 1}})) == 0.001
 
 
 def test_frames_in_memory_are_denoised_as_those_of_a_file(tmp_path: Path) -> None:
