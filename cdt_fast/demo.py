@@ -53,16 +53,12 @@ def run(clip: str | None, out: Path) -> None:
     print(f"page: {out / 'demo.html'}")
 
 
-def _say(number: int, words: str) -> None:
-    print(f"{number} of 3: {words}", file=sys.stderr)
-
-
 def _denoised(clip: str | None, out: Path, number: int) -> tuple[str, Table, list[str]]:
     name = clip or "a generated scene"
     source = FrameArray(Path(name), demo_clip(_FRAMES, _SIDE, seed=1)) if clip is None else open_source(clip)
     given = list(islice(source.frames(), _FRAMES))
     frames = np.stack(given if len({frame.ndim for frame in given}) == 1 else list(map(colored, given)))
-    _say(number, f"denoises {name}, half a minute")
+    print(f"{number} of 3: denoises {name}, half a minute", file=sys.stderr)
     model, settings, _ = open_denoiser(None)
     found = comparison.compare_denoisers(model, settings, [(name, iter(frames), len(frames))], (_SIGMA,))
     noise = np.random.default_rng(0).standard_normal(frames.shape)
@@ -81,7 +77,7 @@ def _denoised(clip: str | None, out: Path, number: int) -> tuple[str, Table, lis
 
 
 def _trained(clip: str | None, out: Path, number: int) -> tuple[str, Table, list[str]]:
-    _say(number, "trains two networks, about two minutes")
+    print(f"{number} of 3: trains two networks, about two minutes", file=sys.stderr)
     experiment = experiments.Experiment.load("video").narrowed(["plain", "constrained"], _STEPS, [0])
     runs: list[EvaluatedRun] = []
     data = None
@@ -110,7 +106,7 @@ def _trained(clip: str | None, out: Path, number: int) -> tuple[str, Table, list
 
 
 def _timed(clip: str | None, out: Path, number: int) -> tuple[str, Table, list[str]]:
-    _say(number, "times a training step, a minute")
+    print(f"{number} of 3: times a training step, a minute", file=sys.stderr)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     cases = list(islice(step.cases(device, "gpu" if device.type == "cuda" else "demo"), 2))  # of both precisions
     found = []

@@ -147,7 +147,9 @@ def peers() -> dict[str, Callable[[Tensor, float], Tensor]]:
     there = require("av", "video", "the filters of libavfilter").filter.filters_available
     return {
         "noisy frames": lambda frames, _: frames,
-        "3-D DCT, shifted grids": _transformed,
+        "3-D DCT, shifted grids": lambda frames, sigma: torch.cat(
+            [dct3d_shifted_denoise(part[None], sigma / LEVELS, _PATCH)[0] for part in frames.split(_WINDOW)]
+        ),
         **{f"ffmpeg, {name}": partial(_filtered, name) for name in _FILTERS if name in there},
     }
 
@@ -165,11 +167,6 @@ def _middle(name: str, frames: Iterable[np.ndarray], total: int) -> Tensor:
 
 def _noisy(clean: Tensor, sigma: float, seed: int) -> Tensor:
     return clean + sigma / LEVELS * torch.randn(clean.shape, generator=torch.Generator().manual_seed(seed))
-
-
-def _transformed(frames: Tensor, sigma: float) -> Tensor:
-    windows = frames[None].split(_WINDOW, 1)
-    return torch.cat([dct3d_shifted_denoise(window, sigma / LEVELS, _PATCH) for window in windows], 1)[0]
 
 
 def _filtered(name: str, frames: Tensor, sigma: float) -> Tensor:

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +48,9 @@ class Denoising:
     found: list[float] = field(default_factory=list)  # the estimates, in gray levels
 
     @property
-    def step(self) -> int:
-        """Return how many frames a window is later than the one before: of crops they overlap, as a window is best in
-        its middle."""
-        data = self.settings.data
-        return data.window - (data.patch_frames // 2 if self.settings.crops else 0)
+    def shared(self) -> int:
+        """Return the frames that two windows share: of crops, as these are best in the middle of a window."""
+        return self.settings.data.patch_frames // 2 if self.settings.crops else 0
 
     def frames(self, frames: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
         """Yield the denoised frames, uint8 `[h, w, channels]`, one for each of `frames`."""
@@ -59,48 +58,42 @@ class Denoising:
             yield (frame * LEVELS).round_().clamp_(0, 255).to(torch.uint8).numpy()
 
     def luma(self, frames: Tensor) -> Tensor:
-        """Denoise a gray clip `[T, h, w]` in [0, 1], window by window."""
+        """Denoise a gray clip `[T, h, w]` in [0, 1]."""
 
         def window(part: np.ndarray, copies: float = 1.0) -> Tensor:
-            plane = torch.from_numpy(part).to(device_of(self.model)).unsqueeze(0)
-            return self.plane(plane, self.sigma, copies)[0].cpu()
+            return self.plane(torch.from_numpy(part).to(device_of(self.model))[None], self.sigma, copies)[0].cpu()
 
-        return torch.stack(list(self._joined(frames.cpu().numpy(), window)))
+        return torch.stack(list(self._joined(frames.numpy(), window)))
 
     def _joined(self, frames: Iterable[np.ndarray], denoised: Callable[..., Tensor]) -> Iterator[Tensor]:
-        """Yield what `denoised` makes of windows, those of frames in two of them mixed."""
-        step, length = self.step, self.settings.data.window
-        shares = torch.arange(1, length - step + 1) / (length - step + 1)  # of the later window
+        """Yield what `denoised` makes of windows, of frames in two of them a mixture."""
+        size, length, shared = self.settings.data.patch_frames, self.settings.data.window, self.shared
+        rest = iter(frames)
+        begin = list(islice(rest, length))
+        length = min(length, len(begin) // size * size)  # a short clip has short windows
+        if not length:  # repeated until they fill a patch
+            yield from denoised(np.stack((begin * size)[:size]), size / len(begin))[: len(begin)]
+            return
         held: list[np.ndarray] = []  # from the first frame of a window on
         before: list[np.ndarray] = []
         former: list[Tensor] = []  # what the window before made of the first ones of `held`
+        shares = torch.arange(1, shared + 1) / (shared + 1)
 
         def mixed(result: Tensor) -> list[Tensor]:
             both = zip(former, result, shares, strict=False)
             return [*(torch.lerp(*each) for each in both), *result[len(former) :]]
 
-        for frame in frames:
+        for frame in chain(begin, rest):
             held.append(frame)
             if len(held) == length:
                 result = mixed(denoised(np.stack(held)))
-                yield from result[:step]
-                before, held, former = held[:step], held[step:], result[step:]
+                yield from result[: length - shared]
+                before, held, former = held, held[length - shared :], result[length - shared :]
         if len(held) == len(former):
             yield from former
-        elif before:
-            # The rest is filled up with frames from before, so that it too has the context the model was trained with.
-            fill = length - len(held)
-            yield from mixed(denoised(np.stack([*before[step - fill :], *held]))[fill:])
-        else:
-            size = self.settings.data.patch_frames
-            rest = len(held) % size
-            if not rest:
-                yield from denoised(np.stack(held))
-            elif len(held) > size:  # the last frames are a patch of their own
-                result = denoised(np.stack([*held[:-rest], *held[-size:]]))
-                yield from (*result[: len(held) - rest], *result[-rest:])
-            else:
-                yield from denoised(np.stack((held * size)[:size]), size / len(held))[: len(held)]
+        else:  # filled up with frames from before, so that the rest too has the context the model was trained with
+            end, fill = length - shared, length - len(held)
+            yield from mixed(denoised(np.stack([*before[end - fill : end], *held]))[fill:])
 
     def _window(self, frames: np.ndarray, copies: float = 1.0) -> Tensor:
         """Denoise a window, in which so many frames are the same one, with the same noise; `[T, h, w, channels]`."""
@@ -122,8 +115,8 @@ class Denoising:
         return result.permute(1, 2, 3, 0).cpu()
 
     def _color(self, plane: Tensor, sigma: float, copies: float) -> Tensor:
-        """Denoise a difference of colors `[1, T, h, w]`: at half its size where a file has no more, as most. Few grids
-        cost it .02 dB of the frame."""
+        """Denoise a difference of colors `[1, T, h, w]`: at half its size where a file has no more, as most.
+        Few grids cost .02 dB of the whole frame."""
         half, quarter = _halved(plane), _halved(_halved(plane))
         coarse = estimated_noise(half)
         if estimated_noise(plane) > _ENLARGED * coarse:
@@ -150,8 +143,7 @@ class Denoising:
         narrow = torch.float16 if frames.is_cuda else torch.bfloat16
         enabled = frames.is_cuda or (self.settings.crops and cpu_has_bf16_products())
         with torch.autocast(frames.device.type, narrow, enabled=enabled):
-            chosen = deviation, None, self.depth, True, few_grids
-            return reconstructed(self.model, self.settings, frames, *chosen)[-1]
+            return reconstructed(self.model, self.settings, frames, deviation, self.depth, True, few_grids)[-1]
 
 
 def open_denoiser(run: str | os.PathLike[str] | None) -> tuple[Denoiser, VideoSettings, str]:
@@ -256,7 +248,9 @@ def denoise_video(
     remove_leftovers(target)
     with replaced_atomically(target) as temporary, temporary.open("rb") as locked:
         try_lock(locked)
-        denoised = _with_forecast(denoising.frames(shown), frames.expected or 0, denoising.step)
+        denoised = _with_forecast(
+            denoising.frames(shown), frames.expected or 0, settings.data.window - denoising.shared
+        )
         written, notes = write_video(temporary, target, denoised, frames)
     found = float(np.median(denoising.found)) if denoising.found else None
     least, greatest = settings.noise

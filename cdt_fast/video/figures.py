@@ -9,16 +9,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from cdt_fast.files import replaced_atomically
-from cdt_fast.training.report import COLORS, GRAY, add_legend, axes_of, mark_training, plot_runs, pyplot, set_log_scale
+from cdt_fast.training.report import GRAY, add_legend, axes_of, mark_training, plot_runs, pyplot, set_log_scale
 from cdt_fast.training.task import EvaluatedRun, Table
 from cdt_fast.video.data.windows import VideoData
 from cdt_fast.video.evaluation import VideoEvaluation
 from cdt_fast.video.networks import Denoiser, device_of, reconstructed
 from cdt_fast.video.noise import LEVELS
-from cdt_fast.video.quality import dct3d_shifted_denoise, psnr_of
+from cdt_fast.video.quality import psnr_of
 from cdt_fast.video.settings import VideoSettings
 
-_SHOWN_GAMMA = 0.5  # the noise level of the frames that a report shows, where the training's is lower
 _PART = 160  # pixels of a frame along each side, at most, that are shown at every depth
 _NOISE_SEED = 20_260_118
 
@@ -80,47 +79,33 @@ def _early_exit(runs: Sequence[EvaluatedRun]) -> Any:
     return figure
 
 
-def _frames(runs: Sequence[EvaluatedRun]) -> Any:
-    kept = _kept(runs)
-    if kept is None:
-        return None
-    titles = ["clean", f"noisy, {level_sign(runs[0])} {kept[0]['level'].item():g}", "3-D DCT", *map(_short, runs)]
-    shown = [*kept[0]["frames"][:3], *(one["frames"][3] for one in kept)]
-    height, width = shown[0].shape
-    figure, axes = grid(2, len(shown), 2.4, 2.4 * height / width)
-    part = detail(shown[0], max(16, min(height, width) // 4))
-    for (whole, below), title, frame in zip(axes.T, titles, shown, strict=True):
-        draw_frame(whole, frame, _with_rmse(title, frame, shown[0]))
-        corner = part[1].start, part[0].start
-        whole.add_patch(pyplot().Rectangle(corner, *[part[0].stop - corner[1]] * 2, fill=False, color=COLORS[1]))
-        draw_frame(below, frame[part], "")
-    return figure
-
-
 def draw_depths(runs: Sequence[EvaluatedRun]) -> Any:
     """Draw a held-out frame at every depth of every run; None where what `keep_frames` kept is missing."""
     kept = _kept(runs)
     if kept is None:
         return None
-    clean, noisy = kept[0]["frames"][:2]
+    clean = kept[0][0]
     layers = max(run.evaluation.layers for run in runs)
     figure, axes = grid(len(runs), layers + 3, 1.6, 2.4)
     part = detail(clean, min(*clean.shape, _PART))
     for row, run, one in zip(axes, runs, kept, strict=True):
-        depths = one["depths"]
-        frames, names = [noisy, *depths, clean], ["noisy", *(f"depth {depth}" for depth in range(len(depths))), "clean"]
+        frames = [*one[1:], clean]
+        names = ["noisy", *(f"depth {depth}" for depth in range(len(one) - 2)), "clean"]
         for axis in row:
             axis.axis("off")
         for axis, frame, name in zip(row, frames, names, strict=False):
             draw_frame(axis, frame[part], _with_rmse(name, frame, clean))
-        row[0].annotate(_short(run), (0, 1.36), xycoords="axes fraction", fontsize="large", fontweight="bold")
+        row[0].annotate(
+            run.name or run.folder.name, (0, 1.36), xycoords="axes fraction", fontsize="large", fontweight="bold"
+        )
     return figure
 
 
-def _kept(runs: Sequence[EvaluatedRun]) -> list[dict[str, Any]] | None:
+def _kept(runs: Sequence[EvaluatedRun]) -> list[Tensor] | None:
     """Return what `keep_frames` kept of every run, or None: a run was copied without it, or is of an older version."""
-    kept = [load_file(run.folder.frames) for run in runs if run.folder.frames.exists()]
-    return kept if len(kept) == len(runs) and all("depths" in one for one in kept) else None
+    kept = [load_file(run.folder.frames).get("shown") for run in runs if run.folder.frames.exists()]
+    found = [frames for frames in kept if frames is not None]
+    return found if len(found) == len(runs) else None
 
 
 def grid(rows: int, columns: int, width: float, height: float) -> tuple[Any, Any]:
@@ -150,13 +135,8 @@ def detail(frame: Tensor, side: int) -> tuple[slice, slice]:
     return slice(top, top + side), slice(left, left + side)
 
 
-def _short(run: EvaluatedRun) -> str:
-    return run.name or run.folder.name
-
-
 PICTURES = [
     ("A held-out frame at every depth of the network, at the training noise", draw_depths),
-    ("A held-out frame, and a part of it", _frames),
     ("RMSE over the noise level", _rmse_over_noise),
     ("RMSE of an early exit after each depth", _early_exit),
 ]
@@ -164,23 +144,13 @@ PICTURES = [
 
 @torch.no_grad()
 def keep_frames(path: Path, model: Denoiser, data: VideoData, settings: VideoSettings) -> None:
-    """Write what a report shows of the test window with the most detail.
-
-    These are, of the frame in its middle, in [0, 1] and whole even if a network trains on crops: `frames` `[4, h, w]`,
-    clean, noisy, by the DCT and denoised, at the noise `level`; and `depths` `[L+1, h, w]` at the training's.
-    """
-    training = sum(settings.noise) / 2
-    level = max(training, min(settings.evaluation.gammas, key=lambda gamma: abs(gamma - _SHOWN_GAMMA)))
+    """Write what a report shows of the test window with the most detail: `shown` `[L+3, h, w]` in [0, 1], of the frame
+    in its middle, at the training noise: clean, noisy, after every depth; whole, even if a network trains on crops."""
     number = max(range(len(data.test)), key=lambda index: data.test.batch([index]).float().diff().var().item())
     clean = data.test.whole(number).to(device_of(model), torch.float32) / LEVELS
+    deviation = clean.new_full((1,), sum(settings.noise) / 2 * data.sigma)
     noise = torch.randn(clean.shape, generator=torch.Generator().manual_seed(_NOISE_SEED)).to(clean)
-    middle, kept = clean.shape[1] // 2, dict[str, Tensor]()
-    for name, gamma in (("frames", level), ("depths", training)):
-        deviation = clean.new_full((1,), gamma * data.sigma)
-        noisy = clean + deviation * noise
-        shown = reconstructed(model, settings, noisy, deviation)
-        if name == "frames":
-            shown = [clean, noisy, dct3d_shifted_denoise(noisy, deviation.item(), settings.data.patch), shown[-1]]
-        kept[name] = torch.cat(shown)[:, middle].float().cpu().contiguous()
+    noisy = clean + deviation * noise
+    shown = torch.cat([clean, noisy, *reconstructed(model, settings, noisy, deviation)])
     with replaced_atomically(path) as temporary:
-        save_file({**kept, "level": torch.tensor(level, dtype=torch.float64)}, temporary)
+        save_file({"shown": shown[:, clean.shape[1] // 2].float().cpu().contiguous()}, temporary)

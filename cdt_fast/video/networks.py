@@ -56,14 +56,13 @@ def build_network(settings: VideoSettings) -> Denoiser:
 
 
 def shipped_network(settings: VideoSettings) -> DenoisingDUST | None:
-    """Return the network of the package, if a training by these settings starts from it: it has to fit them."""
+    """Return the network of the package if a training by these settings, whose sizes it has, starts from it."""
     data, model = settings.data, settings.model
     if model.scratch or not settings.crops:
         return None
-    shipped, pixels = load_pretrained(SHIPPED), data.patch_frames * data.patch**2
-    sizes = {"patch": data.patch, "patch_frames": data.patch_frames, "layers": model.layers}
-    fits = shipped.config == {**sizes, "code_size": model.code_size or pixels}
-    return shipped if isinstance(shipped, DenoisingDUST) and fits else None
+    shipped, pixels = DenoisingDUST.from_pretrained(SHIPPED), data.patch_frames * data.patch**2
+    sizes = data.patch, data.patch_frames, model.code_size or pixels, model.layers
+    return shipped if sizes == tuple(shipped.config[name] for name in shipped.ARGUMENTS) else None
 
 
 def load_network(folder: Path, device: str = "auto") -> Denoiser:
@@ -89,7 +88,6 @@ def reconstructed(
     settings: VideoSettings,
     noisy: Tensor,
     deviation: Tensor,
-    grids: int | None = None,
     depth: int | None = None,
     only_last: bool = False,
     few_grids: bool = False,
@@ -99,11 +97,11 @@ def reconstructed(
     In a network for crops, which is told the noise's `deviation` `[b]`, each is the weighted mean over shifted grids of
     patches, which the next layer starts from, and depth 0 is the input; the paper's networks have one grid. At the
     borders frames are continued by their mirror image, and at the end of the window by its begin: a mirror image would
-    have the same noise in one patch twice. `grids` and `few_grids`: as in `VideoSettings.grid_places`; `only_last`: the
-    last of these depths is enough.
+    have the same noise in one patch twice. `few_grids`: as in `VideoSettings.grid_places`; `only_last`: the last of
+    these depths is enough.
     """
     stop, data, (height, width) = model.layers if depth is None else depth, settings.data, noisy.shape[-2:]
-    places = settings.grid_places(grids, few_grids) if isinstance(model, DenoisingDUST) else [(0, 0, 0)]
+    places = settings.grid_places(few_grids) if isinstance(model, DenoisingDUST) else [(0, 0, 0)]
     top, left, late = (max(along) for along in zip(*places, strict=True))
     rows, columns = (-(-length // data.patch) * data.patch for length in (height + top, width + left))
 

@@ -39,11 +39,11 @@ def add_noise_by_window(
 
 
 def unit_noise_batches(
-    windows: Windows, device: torch.device, dtype: torch.dtype = torch.float32, batch: int | None = None
+    windows: Windows, device: torch.device, dtype: torch.dtype = torch.float32
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yield the numbers of all windows `[b]`, their frames `[b, T, h, w]` in [0, 1], and noise of deviation 1."""
     generator = torch.Generator(device)
-    together = batch or max(1, 2**19 // (windows.window * windows.size**2))  # about half a million pixels
+    together = max(1, 2**19 // (windows.window * windows.size**2))  # about half a million pixels
     for indices in torch.arange(len(windows)).split(together):
         frames = windows.batch(indices).to(device).to(dtype) / LEVELS
         drawn = torch.empty_like(frames)
@@ -53,18 +53,12 @@ def unit_noise_batches(
 
 
 def noisy_batches(
-    windows: Windows,
-    noise: float | tuple[float, float],
-    sigma: float,
-    device: torch.device,
-    dtype: torch.dtype = torch.float32,
-    batch: int | None = None,
+    windows: Windows, noise: tuple[float, float], sigma: float, device: torch.device, dtype: torch.dtype = torch.float32
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yield all frames of `unit_noise_batches` with noise, of levels spread as in training, and without, and its
     standard deviation `[b]`."""
-    least, greatest = noise if isinstance(noise, tuple) else (noise, noise)
-    for indices, frames, drawn in unit_noise_batches(windows, device, dtype, batch):
-        levels = _level(least, greatest, (0.5 + indices.double() * _GOLDEN) % 1)
+    for indices, frames, drawn in unit_noise_batches(windows, device, dtype):
+        levels = _level(*noise, (0.5 + indices.double() * _GOLDEN) % 1)
         deviation = (levels * sigma).to(device, dtype)
         yield with_noise(frames, deviation, drawn), frames, deviation
 

@@ -9,8 +9,6 @@ from cdt_fast.constraints.presets import PRESETS, ObjectiveName
 from cdt_fast.training import settings as shared
 from cdt_fast.training.settings import NonNegative, Positive, Section, setting
 
-_CHESSBOARD = 4  # the shifted grids along each side of which a video is by default denoised on every other one
-_FEW = [(0, 0), (1, 2), (2, 1), (3, 3)]
 # What noise levels are multiples of, and the least and the greatest that can be meant.
 _UNITS = {"crops": "gray levels of 0..255", "resized": "standard deviations of the training frames"}
 _MEANT = {"crops": (0.5, 255.0), "resized": (0.0, 5.0)}
@@ -126,17 +124,14 @@ class VideoSettings(shared.RunSettings):
         if self.crops and self.noise[1] == 0:
             raise InputError("[data] gamma is 0, and a network for crops works in units of the noise: give one above 0")
 
-    def grid_places(self, grids: int | None, few: bool = False) -> list[tuple[int, int, int]]:
-        """Return rows, columns and frames by which `grids²` grids are moved; half of them by half a patch in time.
-        None: as in the training, for crops every other one of 4 x 4 grids, like the squares of one color of a
-        chessboard, nearly as good as all sixteen, or with `few` one in each row and column of these; else one grid."""
-        chessboard, side = grids is None and self.crops, self.data.patch
-        along = _CHESSBOARD if chessboard else grids or 1
-        places = [(row, column) for row in range(along) for column in range(along)]
-        if chessboard:
-            places = _FEW if few else [(row, column) for row, column in places if (row + column) % 2 == 0]
-        late = self.data.patch_frames // 2
-        return [(side * row // along, side * col // along, late * (2 * col // along)) for row, col in places]
+    def grid_places(self, few: bool = False) -> list[tuple[int, int, int]]:
+        """Return rows, columns and frames by which the grids of a denoiser of crops are moved, half of them by half a
+        patch in time: every other one of 4 x 4 grids, like the squares of one color of a chessboard, nearly as good as
+        all sixteen, or with `few` one in each row and column of these."""
+        side, late = self.data.patch, self.data.patch_frames // 2
+        every_other = [(row, column) for row in range(4) for column in range(row % 2, 4, 2)]
+        places = [(0, 0), (1, 2), (2, 1), (3, 3)] if few else every_other
+        return [(side * row // 4, side * column // 4, late * (column // 2)) for row, column in places]
 
     @property
     def crops(self) -> bool:

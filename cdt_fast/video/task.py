@@ -63,11 +63,13 @@ class VideoWorkload:
         self._denoiser = build_network(settings)
         self.model: nn.Module = self._denoiser
         self.num_constraints = self._denoiser.layers
-        self.lr = learning_rate(settings)
         self.steps: int = settings.training.steps
         self.training_samples = len(data.train)
-        start = "cosines" if shipped_network(settings) is None else "the network of the package"
-        self.description = data.description + f"\nstarts from {start}" * settings.crops
+        new, chosen = settings.crops and shipped_network(settings) is None, settings.training.lr
+        self.lr: float = (1e-2 if new else 1e-3) if chosen is None else chosen
+        self.description = (
+            data.description + f"\nstarts from {'cosines' if new else 'the network of the package'}" * settings.crops
+        )
         windows = [len(part) for part in (data.train, data.validation, data.test)]
         self.identity: dict[str, Any] = {"windows": windows, "sigma": data.sigma}
         self._noise = torch.Generator(device)  # seeded anew for every window
@@ -112,13 +114,6 @@ class VideoWorkload:
         if reason is None:
             return "each layer in one fused Triton kernel, forward and backward"
         return f"each layer composed of ops, not in one kernel ({reason})"
-
-
-def learning_rate(settings: VideoSettings) -> float:
-    """Return that of the settings, or the default: larger for a denoiser of crops that is new."""
-    if settings.training.lr is not None:
-        return settings.training.lr
-    return 1e-2 if settings.crops and shipped_network(settings) is None else 1e-3
 
 
 build = VideoWorkload

@@ -20,13 +20,6 @@ from cdt_fast.video.settings import VideoSettings
 from cdt_fast.video.task import load
 
 
-def denoised_frames(
-    model: Any, settings: VideoSettings, frames: Any, deviation: Any = None, **how: Any
-) -> torch.Tensor:
-    grids = how.pop("grids", 1)
-    return reconstructed(model, settings, frames, deviation, grids, only_last=True, **how)[-1]
-
-
 def denoiser(**changes: Any) -> VideoSettings:
     model = {"code_size": 256, "scratch": True}
     settings = VideoSettings.chosen({"data": {"size": 16, "window": 8}, "model": model})
@@ -88,7 +81,7 @@ def test_any_size_of_patch_and_code_removes_noise_before_training(sizes: dict[st
     noise = torch.randn(clean.shape, generator=torch.Generator().manual_seed(0))
     for level in (5 / 255, 30 / 255):
         noisy = clean + level * noise
-        depths = reconstructed(network, settings, noisy, torch.tensor([level]), 2)
+        depths = reconstructed(network, settings, noisy, torch.tensor([level]))
         errors = [(depth - clean).square().mean().sqrt().item() for depth in depths]
         assert max(errors[1:]) < 0.7 * errors[0]
         assert sizes or all(after < before for before, after in pairwise(errors)), errors
@@ -115,6 +108,12 @@ def test_depth_0_is_no_exit_of_the_denoiser() -> None:
     assert plain.coefficients == [0, 1, 1, 1]
 
 
+def test_grids_are_every_other_one_or_one_in_each_row_and_column() -> None:
+    places = [(0, 0, 0), (0, 4, 2), (2, 2, 0), (2, 6, 2), (4, 0, 0), (4, 4, 2), (6, 2, 0), (6, 6, 2)]
+    assert denoiser().grid_places() == places
+    assert denoiser().grid_places(few=True) == [(0, 0, 0), (2, 4, 2), (4, 2, 0), (6, 6, 2)]
+
+
 def test_every_layer_starts_from_the_weighted_mean_over_grids() -> None:
     settings = denoiser()
     network = network_of(settings)
@@ -123,7 +122,7 @@ def test_every_layer_starts_from_the_weighted_mean_over_grids() -> None:
     expected = noisy / unit
     for level in (1, 2):
         total, weights = torch.zeros_like(noisy), torch.zeros_like(noisy)
-        for top, left, late in ((0, 0, 0), (0, 4, 2), (4, 0, 0), (4, 4, 2)):
+        for top, left, late in settings.grid_places():
             sides = (left, 8 - left, top, 8 - top)
             moved, given = (continued(frames.roll(-late, 1), sides) for frames in (noisy / unit, expected))
             tokens, estimate = (to_patches(frames, 8, "time", 4) for frames in (moved, given))
@@ -134,7 +133,7 @@ def test_every_layer_starts_from_the_weighted_mean_over_grids() -> None:
                 sums += frames[..., top : top + 16, left : left + 16].roll(late, 1)
         expected = total / weights
         assert weights.std() > 0.01 * weights.mean()
-    depths = reconstructed(network, settings, noisy, deviation, 2, depth=2)
+    depths = reconstructed(network, settings, noisy, deviation, depth=2)
     assert len(depths) == 3
     torch.testing.assert_close(depths[2], expected * unit, rtol=1e-5, atol=1e-6)
     assert torch.equal(depths[0], noisy)
@@ -151,7 +150,7 @@ def test_grids_that_go_through_together_give_what_they_give_alone(monkeypatch: p
     found = []
     for at_once in (2**24, 6 * noisy.numel(), 1):
         monkeypatch.setattr(networks, "_PIXELS_AT_ONCE", {"cpu": at_once, "cuda": at_once})
-        depths = reconstructed(network, settings, noisy, deviation, None)
+        depths = reconstructed(network, settings, noisy, deviation)
         assert all(depth.shape == noisy.shape for depth in depths)
         (gradient,) = torch.autograd.grad(torch.stack(depths).square().sum(), network.dictionary)
         found.append([*depths, gradient / gradient.abs().max()])
@@ -167,7 +166,7 @@ def test_the_losses_of_overlapping_grids_are_those_of_what_is_denoised() -> None
     noisy, clean, deviation = windows(2)
     total, found = ReconstructionLosses(network, None, settings)(noisy, clean, deviation, (0.0, 1.0, 0.0, 2.0))
     for depth in range(4):
-        frames = denoised_frames(network, settings, noisy, deviation, depth=depth, grids=None)
+        frames = reconstructed(network, settings, noisy, deviation, depth, only_last=True)[-1]
         error = ((frames - clean) / deviation.view(2, 1, 1, 1)).square().mean()
         assert found[depth].item() == pytest.approx(256 * error.item(), rel=1e-4)
     assert total.item() == pytest.approx(found[1].item() + 2 * found[3].item(), rel=1e-5)
