@@ -55,7 +55,7 @@ class Denoising:
     def frames(self, frames: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
         """Yield the denoised frames, uint8 `[h, w, channels]`, one for each of `frames`."""
         for frame in self._joined(frames, self._window):
-            yield (frame * LEVELS).round_().clamp_(0, 255).to(torch.uint8).numpy()
+            yield (frame * LEVELS).round_().clamp_(0, 255).to(torch.uint8).cpu().numpy()
 
     def luma(self, frames: Tensor) -> Tensor:
         """Denoise a gray clip `[T, h, w]` in [0, 1]."""
@@ -77,7 +77,7 @@ class Denoising:
         held: list[np.ndarray] = []  # from the first frame of a window on
         before: list[np.ndarray] = []
         former: list[Tensor] = []  # what the window before made of the first ones of `held`
-        shares = torch.arange(1, shared + 1) / (shared + 1)
+        shares = [number / (shared + 1) for number in range(1, shared + 1)]
 
         def mixed(result: Tensor) -> list[Tensor]:
             both = zip(former, result, shares, strict=False)
@@ -112,7 +112,7 @@ class Denoising:
         shown = [self.plane(plane, sigma, copies) for plane in planes[:whole]]
         shown += [self._color(plane, self.found[-1], copies) for plane in planes[whole:]]
         result = (from_opponent(torch.cat(shown)) if colored else torch.cat(shown)).expand(channels, -1, -1, -1)
-        return result.permute(1, 2, 3, 0).cpu()
+        return result.permute(1, 2, 3, 0)
 
     def _color(self, plane: Tensor, sigma: float, copies: float) -> Tensor:
         """Denoise a difference of colors `[1, T, h, w]`: at half its size where a file has no more, as most.

@@ -149,7 +149,9 @@ def test_validation_losses_are_means_over_all_tokens(tiny_config: Config, longer
     model = DUST(64, 64, 2)
     found = mean_depth_losses(model, data.train, config, data.sigma)
     single = []
-    for noisy, clean, _ in noisy_batches(data.train, (0.15, 0.15), data.sigma, torch.device("cpu")):
+    batches = noisy_batches(data.train, (0.15, 0.15), data.sigma, torch.device("cpu"))
+    frames, cleans = (torch.cat(parts) for parts in list(zip(*batches, strict=True))[:2])
+    for noisy, clean in zip(frames.split(2), cleans.split(2), strict=True):
         tokens = to_patches(noisy, 8, "time")
         with torch.no_grad():
             losses = model.layer_losses(tokens, to_patches(clean, 8, "time"))[1]
