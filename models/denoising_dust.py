@@ -45,6 +45,8 @@ class DenoisingDUST(PretrainedModel):
         step_logits: parameter `[L − 1]`; s = sigmoid of it is the part of the input in W, from layer 2 on.
         log_scales, self_biases, log_sharpnesses: parameters `[L]`: β n, δ and κ, as in `ops.denoising_layer`.
         exponents: parameter `[L]`, with which the variance left in a token makes its weight in a mean over patches.
+        adaptations: parameter `[L, 3, 2]`, 0 before training: what the two measures of a sequence, log₁₀(1 + p) of its
+            mean square p and of its variance over time, less the noise's, add to log t, log β and the logit of s.
 
     InputError: an argument out of its range.
     """
@@ -71,6 +73,7 @@ class DenoisingDUST(PretrainedModel):
         self.self_biases = nn.Parameter(biases)
         self.log_sharpnesses = nn.Parameter(initial.new_full((layers,), _SHARPNESS).log())
         self.exponents = nn.Parameter(initial.new_full((layers,), _EXPONENT))
+        self.adaptations = nn.Parameter(initial.new_zeros(layers, 3, 2))
 
     def refinement(self, noisy: Tensor) -> Callable[[int, Tensor], tuple[Tensor, Tensor]]:
         """Return a function that runs one layer, from 1 to L, on an estimate E `[B, T, n]` (at first `noisy`, X), in
@@ -83,22 +86,24 @@ class DenoisingDUST(PretrainedModel):
         def refine(level: int, estimate: Tensor) -> tuple[Tensor, Tensor]:
             check_integer("level", level, 1, self.layers)
             common.check_shape("estimate", estimate, tuple(noisy.shape), "as noisy")
-            layer, features, mixed = level - 1, signal, signal
-            thresholds = self.log_thresholds[layer].exp()
-            if level > 1:
-                features, step = (estimate - mean).to(dtype), self.step_logits[layer - 1].sigmoid()
-                mixed, thresholds = torch.lerp(features, signal, step.to(dtype)), step * thresholds
+            layer, features = level - 1, estimate - mean
+            changes = (self.adaptations[layer] * _measures(features, 1.0 if level == 1 else 0.0)).sum(2, keepdim=True)
+            factor, scale, step = changes.unsqueeze(-1).unbind(1)
+            step = (self.step_logits[layer - 1] + step).sigmoid() if level > 1 else torch.ones_like(step)
+            # Sequences share t and β in the op: the tokens of each are scaled instead.
+            factor, features = step * factor.exp(), features.to(dtype)
+            mixed = torch.lerp(features, signal, step.to(dtype)) if level > 1 else signal
             found = ops.denoising_layer(
-                mixed,
-                features,
+                mixed / factor.to(dtype),
+                features * (0.5 * scale).exp().to(dtype),
                 self.dictionary[layer],
-                thresholds,
+                self.log_thresholds[layer].exp(),
                 scale=self.log_scales[layer].exp() / self.patch_size,
                 self_bias=self.self_biases[layer],
                 sharpness=self.log_sharpnesses[layer].exp(),
             )
             weight = (found.variance.to(mean) + _LEAST_VARIANCE) ** -self.exponents[layer]
-            return mean + found.tokens, weight
+            return torch.addcmul(mean, found.tokens.to(mean), factor), weight
 
         return refine
 
@@ -107,3 +112,13 @@ class DenoisingDUST(PretrainedModel):
         move less."""
         others = [parameter for name, parameter in self.named_parameters() if name != "dictionary"]
         return [{"params": others, "factor": 1.0}, {"params": [self.dictionary], "factor": _DICTIONARY_RATE}]
+
+
+@torch.no_grad()
+def _measures(tokens: Tensor, noise: float) -> Tensor:
+    """Return the two measures `[B, 1, 2]` of sequences `[B, T, n]` with so much noise, constants in the backward."""
+    count, size = tokens.shape[1:]
+    squares = (torch.linalg.vector_norm(each, dim=(1, 2)).square() for each in (tokens, tokens.sum(1, keepdim=True)))
+    power, lasting = (square / (count * size) for square in squares)
+    found = torch.stack([power, (power - lasting / count) * (count / max(1, count - 1))], 1)
+    return (1 + (found - noise).clamp(min=0)).log10().unsqueeze(1)

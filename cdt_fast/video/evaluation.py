@@ -111,26 +111,23 @@ def _all_depths(
     return denoise
 
 
-def measure_baselines(data: VideoData, settings: VideoSettings, device: torch.device) -> dict[str, Any]:
-    """Return the entries of `VideoEvaluation` that are the same for every run on these data."""
-
-    def denoise(noisy: Tensor, deviation: Tensor) -> list[Tensor]:
-        return [baseline(noisy, deviation[0].item(), settings.data.patch) for baseline in BASELINES.values()]
-
-    rmse = _measured(denoise, data.test, data.sigma, settings, device)
-    return {"baseline_rmse": dict(zip(BASELINES, map(list, zip(*rmse, strict=True)), strict=True))}
-
-
-def known_baselines(folder: RunFolder, data: VideoData, settings: VideoSettings) -> dict[str, Any] | None:
-    """Return the entries of the baselines that a run in a folder beside this one has measured on the same data."""
+def baseline_errors(
+    folder: RunFolder, data: VideoData, settings: VideoSettings, device: torch.device
+) -> dict[str, list[float]]:
+    """Return `baseline_rmse`, as a run in a folder beside this one measured it on the same data, or measured here."""
     windows = [data.test.name(index) for index in range(len(data.test))]
     same = settings.data.model_dump(exclude={"gamma"}), settings.evaluation.gammas, data.sigma, windows
     for path in sorted(folder.path.absolute().parent.glob("*/evaluation.json")):
         with suppress(InputError):  # of an older version, or of another task
             there, values = VideoSettings.load(path.with_name("config.toml")), read_json(path, VideoEvaluation)
             if same == (there.data.model_dump(exclude={"gamma"}), values.gamma, values.sigma, values.test_windows):
-                return {"baseline_rmse": values.baseline_rmse}
-    return None
+                return values.baseline_rmse
+
+    def denoise(noisy: Tensor, deviation: Tensor) -> list[Tensor]:
+        return [baseline(noisy, deviation[0].item(), settings.data.patch) for baseline in BASELINES.values()]
+
+    rmse = _measured(denoise, data.test, data.sigma, settings, device)
+    return dict(zip(BASELINES, map(list, zip(*rmse, strict=True)), strict=True))
 
 
 @torch.no_grad()
@@ -143,8 +140,7 @@ def _measured(
     shown: bool = True,
 ) -> list[list[float]]:
     """Return the RMSE on 0..255 `[levels, outputs]` of what `denoise` makes of noisy frames and their deviation `[b]`;
-    all levels have the same noise, up to its strength.
-    """
+    all levels have the same noise, up to its strength."""
     gammas = settings.evaluation.gammas
     sums: list[Any] = [0.0] * len(gammas)
     with progress_bar(total=len(windows), desc="evaluate", unit="window", shown=shown) as bar:

@@ -81,9 +81,9 @@ def _early_exit(runs: Sequence[EvaluatedRun]) -> Any:
 
 def draw_depths(runs: Sequence[EvaluatedRun]) -> Any:
     """Draw a held-out frame at every depth of every run; None where what `keep_frames` kept is missing."""
-    kept = _kept(runs)
-    if kept is None:
+    if not all(run.folder.frames.exists() for run in runs):
         return None
+    kept = [load_file(run.folder.frames)["shown"] for run in runs]
     clean = kept[0][0]
     layers = max(run.evaluation.layers for run in runs)
     figure, axes = grid(len(runs), layers + 3, 1.6, 2.4)
@@ -94,18 +94,12 @@ def draw_depths(runs: Sequence[EvaluatedRun]) -> Any:
         for axis in row:
             axis.axis("off")
         for axis, frame, name in zip(row, frames, names, strict=False):
-            draw_frame(axis, frame[part], _with_rmse(name, frame, clean))
+            error = LEVELS * (frame - clean).square().mean().sqrt().item()
+            draw_frame(axis, frame[part], f"{name}\n" + f"RMSE {error:.1f}" * (error > 0))
         row[0].annotate(
             run.name or run.folder.name, (0, 1.36), xycoords="axes fraction", fontsize="large", fontweight="bold"
         )
     return figure
-
-
-def _kept(runs: Sequence[EvaluatedRun]) -> list[Tensor] | None:
-    """Return what `keep_frames` kept of every run, or None: a run was copied without it, or is of an older version."""
-    kept = [load_file(run.folder.frames).get("shown") for run in runs if run.folder.frames.exists()]
-    found = [frames for frames in kept if frames is not None]
-    return found if len(found) == len(runs) else None
 
 
 def grid(rows: int, columns: int, width: float, height: float) -> tuple[Any, Any]:
@@ -119,11 +113,6 @@ def draw_frame(axis: Any, frame: Tensor, words: str) -> None:
     axis.imshow(frame.numpy(), cmap="gray", vmin=0, vmax=1)
     axis.set_title(words, fontsize="medium")
     axis.axis("off")
-
-
-def _with_rmse(words: str, frame: Tensor, clean: Tensor) -> str:
-    error = LEVELS * (frame - clean).square().mean().sqrt().item()
-    return f"{words}\n" + f"RMSE {error:.1f}" * (error > 0)
 
 
 def detail(frame: Tensor, side: int) -> tuple[slice, slice]:

@@ -27,7 +27,7 @@ class VideoDataSettings(Section):
     size: Positive = setting(64, "side in pixels of the frames that a network trains on, a multiple of patch")
     patch: Positive = setting(8, "side in pixels of a square patch")
     patch_frames: Positive = setting(4, "crops: frames of a patch, of which window is a multiple")
-    gamma: shared.NoiseLevels = setting([1.0, 50.0], "training noise: one level, or LOW,HIGH of a range")
+    gamma: shared.NoiseLevels = setting([2.0, 50.0], "training noise: one level, or LOW,HIGH of a range")
 
 
 class VideoModelSettings(Section):

@@ -124,8 +124,7 @@ def evaluate(folder: RunFolder, settings: VideoSettings, data: VideoData) -> dic
     # Crops in float32: their errors at little noise are smaller than what rounding to bfloat16 adds.
     narrow = not settings.crops and precision_of(settings, device_of(model), BF16_ON_CPU) == "bf16"
     measured = evaluation.measure(model, data, settings, torch.bfloat16 if narrow else None)
-    known = evaluation.known_baselines(folder, data, settings)
-    measured |= known or evaluation.measure_baselines(data, settings, device_of(model))
+    measured["baseline_rmse"] = evaluation.baseline_errors(folder, data, settings, device_of(model))
     figures.keep_frames(folder.frames, model, data, settings)
     return measured
 

@@ -40,13 +40,16 @@ def written_out(model: DenoisingDUST, level: int, noisy: Tensor, estimate: Tenso
     """One layer of one sequence `[T, n]`, by the docstrings."""
     layer, mean = level - 1, noisy.mean()
     x, e, dictionary = noisy - mean, estimate - mean, model.dictionary[layer]
-    step = 1.0 if level == 1 else torch.sigmoid(model.step_logits[layer - 1])
+    strength, change = (e.detach().square().mean(), e.detach().var(0).mean())
+    measures = torch.stack([(1 + (each - float(level == 1)).clamp(min=0)).log10() for each in (strength, change)])
+    factor, scale, more = model.adaptations[layer] @ measures
+    step = 1.0 if level == 1 else torch.sigmoid(model.step_logits[layer - 1] + more)
     mixed = e + step * (x - e)
-    beta = model.log_scales[layer].exp() / 18
+    beta = scale.exp() * model.log_scales[layer].exp() / 18
     scores = -0.5 * beta * torch.cdist(e, e).square() - model.self_biases[layer] * torch.eye(len(e), dtype=e.dtype)
     attention = scores.exp() / scores.exp().sum(1, keepdim=True)
     codes, left = attention @ mixed @ dictionary, attention.norm(dim=1, keepdim=True)
-    threshold = step * model.log_thresholds[layer].exp()
+    threshold = step * factor.exp() * model.log_thresholds[layer].exp()
     gate = torch.sigmoid(model.log_sharpnesses[layer].exp() * ((codes / (left * threshold)).square() - 1))
     variance = (left * gate).square().sum(1)
     return mean + (codes * gate) @ dictionary.T, (variance + 0.1) ** -model.exponents[layer]

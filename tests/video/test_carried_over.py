@@ -314,7 +314,7 @@ def test_a_level_that_is_none_or_beyond_the_training_is_said(tmp_path: Path) -> 
 
     assert told() == ["hardly any noise was found (sigma 0) and removed; give --sigma to remove more"]
     assert told(depth=0) == ["no layer was run and nothing removed: depth 0 is the input"]
-    beyond = "the noise, sigma 80, is beyond what the model was trained on, 1 to 50"
+    beyond = "the noise, sigma 80, is beyond what the model was trained on, 2 to 50"
     assert told(sigma=80) == [beyond]
     for sigma in (0.0, -1.0, float("inf"), float("nan")):
         with pytest.raises(InputError, match="sigma must be the noise's standard deviation"):

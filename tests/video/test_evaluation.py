@@ -16,10 +16,11 @@ from cdt_fast.models.dictionary import cosine_transform
 from cdt_fast.tasks import open_run
 from cdt_fast.training.evaluation import judged
 from cdt_fast.training.optimizer import build_constraints
+from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.video.data import from_patches, to_patches
 from cdt_fast.video.data.clips import Clip
 from cdt_fast.video.data.windows import DecodedClip, Part, VideoData, Windows, load_clip
-from cdt_fast.video.evaluation import mean_depth_losses, measure, measure_baselines
+from cdt_fast.video.evaluation import baseline_errors, mean_depth_losses, measure
 from cdt_fast.video.figures import keep_frames
 from cdt_fast.video.networks import build_network
 from cdt_fast.video.noise import noisy_batches
@@ -39,10 +40,9 @@ def longer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def evaluated(model: DUST, config: VideoSettings) -> dict[str, Any]:
     data = load_data(config)
-    constraints = build_constraints(config, model.layers)
-    return judged(
-        measure(model, data, config) | measure_baselines(data, config, torch.device("cpu")), config, constraints
-    )
+    alone = RunFolder(Path("/nowhere/run"))
+    baselines = {"baseline_rmse": baseline_errors(alone, data, config, torch.device("cpu"))}
+    return judged(measure(model, data, config) | baselines, config, build_constraints(config, model.layers))
 
 
 def test_the_frames_that_a_report_shows_have_detail_and_are_what_is_measured(tmp_path: Path) -> None:
