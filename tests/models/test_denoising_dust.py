@@ -73,16 +73,16 @@ def test_without_gradients_a_layer_is_as_precise(level: int, dtype: torch.dtype)
 
 @pytest.mark.parametrize("level", range(1, LAYERS + 1))
 def test_a_layer_is_that_of_the_docstrings_with_every_gradient(level: int) -> None:
-    model, (noisy, estimate) = trained(), tokens()
+    model, (noisy, estimate) = trained(), (each.requires_grad_() for each in tokens())
     estimate = noisy if level == 1 else estimate
     found = model.refinement(noisy)(level, estimate)
     pairs = [written_out(model, level, *each) for each in zip(noisy, estimate, strict=True)]
     expected = [torch.stack(each) for each in zip(*pairs, strict=True)]
     torch.testing.assert_close(list(found), expected, rtol=1e-9, atol=1e-11)
     assert (found[0] - noisy).std() > 0.01
-    parameters = list(model.parameters())
+    given = [*model.parameters(), noisy, estimate]
     gradients = [
-        torch.autograd.grad((frames.square().sum() + 0.01 * weight.sum()), parameters, allow_unused=True)
+        torch.autograd.grad((frames.square().sum() + 0.01 * weight.sum()), given, allow_unused=True)
         for frames, weight in (found, expected)
     ]
     for one, other in zip(*gradients, strict=True):
