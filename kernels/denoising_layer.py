@@ -1,9 +1,9 @@
 """The denoising layer of short sequences: energy attention, then gates in a dictionary; several sequences a tile.
 
     S = β (E Eᵀ − ½ 1 ‖e_j‖²) − δ I,  A = softmax_rows(S),  ρ_i = ‖A_i‖,  V = A W,  C = V D
-    G = sigmoid(κ (u − 1)),  u = C² / (ρ t)²,  Y = (C ∘ G) Dᵀ,  v_i = ρ_i² Σ_j G_ij²
-    dG = dH ∘ C + 2 ρ² dv G,  dH = dY D,  q = κ dG ∘ G (1 − G),  dC = dH ∘ G + 2 q ∘ C / (ρ t)²,  dV = dC Dᵀ
-    d log t_j = −2 Σ_i q u,  d log ρ_i = 2 v dv − 2 Σ_j q u,  dκ = Σ dG ∘ G (1 − G) (u − 1)
+    G = sigmoid(κ (u − 1)),  u = C² / (ρ f t)²,  Y = (C ∘ G) Dᵀ,  v_i = ρ_i² Σ_j G_ij²
+    dG = dH ∘ C + 2 ρ² dv G,  dH = dY D,  q = κ dG ∘ G (1 − G),  dC = dH ∘ G + 2 q ∘ C / (ρ f t)²,  dV = dC Dᵀ
+    d log t_j = −2 Σ_i q u,  d log f = −2 Σ q u,  d log ρ_i = 2 v dv − 2 Σ_j q u,  dκ = Σ dG ∘ G (1 − G) (u − 1)
     dA = dV Wᵀ + d log ρ A / ρ²,  dS = A ∘ (dA − rowsum(A ∘ dA)),  dW = Aᵀ dV,  dβ = Σ dS ∘ S|β=1,δ=0,  dδ = −tr dS
     dE_i = β Σ_j (dS_ij + dS_ji) (e_j − e_i),  dD = Vᵀ dC + dYᵀ H
 
@@ -54,23 +54,30 @@ BACKWARD_BLOCKS = {
 
 
 @triton.jit
+def of_sequences(numbers, begin, row, exists, tokens):
+    """Load β and f of the sequence of each row."""
+    place = numbers + 2 * (begin + row // tokens)
+    return tl.load(place, mask=exists, other=1.0), tl.load(place + 1, mask=exists, other=1.0)
+
+
+@triton.jit
 def energy_attention(
-    e, row, exists, visible, parameters, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr
+    e, row, exists, visible, scale, parameters, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr
 ):
     """Compute the scores for β = 1 and δ = 0, the attention and ρ² of each row."""
     scores = tile_scores(e, row, exists, 1.0 / LOG2_E, WIDTH, COLUMNS, True, PRECISION)
     place = tl.arange(0, visible.shape[0])
-    own = tl.where(place[:, None] == place[None, :], tl.load(parameters + 1), 0.0)
-    attention, _ = softmax_tile((scores * tl.load(parameters) - own) * LOG2_E, visible)
+    own = tl.where(place[:, None] == place[None, :], tl.load(parameters), 0.0)
+    attention, _ = softmax_tile((scores * scale[:, None] - own) * LOG2_E, visible)
     return scores, attention, tl.where(exists, tl.sum(attention * attention, 1), 1.0)
 
 
 @triton.jit
-def gated_codes(mean, atoms, spread, thresholds, sharpness, start, CODE_WIDTH: tl.constexpr, PRECISION: tl.constexpr):
-    """Compute columns of C, C / (ρ t)² and, zero beyond the last atom, G."""
+def gated_codes(mean, atoms, unit, thresholds, sharpness, start, CODE_WIDTH: tl.constexpr, PRECISION: tl.constexpr):
+    """Compute columns of C, C / (ρ f t)² and, zero beyond the last atom, G; `unit`: (ρ f)²."""
     column = start + tl.arange(0, atoms.shape[1])
     threshold = tl.load(thresholds + column, mask=column < CODE_WIDTH, other=1.0)
-    inverse = (1.0 / spread)[:, None] * (1.0 / (threshold * threshold))[None, :]
+    inverse = (1.0 / unit)[:, None] * (1.0 / (threshold * threshold))[None, :]
     codes = tl.dot(mean, atoms, input_precision=PRECISION)
     scaled = codes * inverse
     gate = tl.where((column < CODE_WIDTH)[None, :], tl.sigmoid(sharpness * (codes * scaled - 1.0)), 0.0)
@@ -83,7 +90,8 @@ def denoising_forward_kernel(
     features,  # [sequences, tokens, WIDTH]
     dictionary,  # [WIDTH, CODE_WIDTH]
     thresholds,  # [CODE_WIDTH] float32
-    parameters,  # [3] float32: β, δ, κ
+    numbers,  # [sequences, 2] float32: β, f
+    parameters,  # [2] float32: δ, κ
     output,  # [sequences, tokens, WIDTH]
     variance,  # [sequences, tokens] float32
     sequences,
@@ -100,25 +108,28 @@ def denoising_forward_kernel(
     begin, end = block_share(sequences, programs)
     first, row, exists, _, visible = rows_of_sequences(begin, end, tokens, None, ROWS)
     w, e, y = signal + first * WIDTH, features + first * WIDTH, output + first * WIDTH
-    _, attention, spread = energy_attention(e, row, exists, visible, parameters, WIDTH, COLUMNS, PRECISION)
+    scale, factor = of_sequences(numbers, begin, row, exists, tokens)
+    _, attention, spread = energy_attention(e, row, exists, visible, scale, parameters, WIDTH, COLUMNS, PRECISION)
     attention = attention.to(signal.dtype.element_ty)
     for start in range(0, WIDTH, COLUMNS):
         chunk = load_rows(w, row, exists, start, WIDTH, COLUMNS)
         store_rows(y, row, exists, start, tl.dot(attention, chunk, input_precision=PRECISION), WIDTH, COLUMNS)
-    # Read again, so that the products take it from shared memory: held in registers it would spill others.
+    left = variance + first + row
+    tl.store(left, spread, mask=exists)
+    # Read again, so that the products take it from shared memory: held in registers they would spill others.
     tl.debug_barrier()
     mean = load_rows(y, row, exists, 0, WIDTH, BLOCK_WIDTH)
 
-    sharpness = tl.load(parameters + 2)
+    sharpness, unit = tl.load(parameters + 1), spread * factor * factor
     result = tl.zeros((ROWS, BLOCK_WIDTH), tl.float32)
     squares = tl.zeros((ROWS,), tl.float32)
     for start in range(0, CODE_WIDTH, ATOMS):
         atoms = load_atoms(dictionary, start, CODE_WIDTH, WIDTH, BLOCK_WIDTH, ATOMS)
-        codes, _scaled, gate = gated_codes(mean, atoms, spread, thresholds, sharpness, start, CODE_WIDTH, PRECISION)
+        codes, _scaled, gate = gated_codes(mean, atoms, unit, thresholds, sharpness, start, CODE_WIDTH, PRECISION)
         squares += tl.sum(gate * gate, 1)
         result = tl.dot((codes * gate).to(atoms.dtype), tl.trans(atoms), result, input_precision=PRECISION)
     store_rows(y, row, exists, 0, result, WIDTH, BLOCK_WIDTH)
-    tl.store(variance + first + row, spread * squares, mask=exists)
+    tl.store(left, tl.load(left, mask=exists) * squares, mask=exists)
 
 
 @triton.jit(do_not_specialize=["sequences", "tokens", "programs"])
@@ -127,7 +138,8 @@ def denoising_backward_kernel(
     features,  # [sequences, tokens, WIDTH]
     dictionary,  # [WIDTH, CODE_WIDTH]
     thresholds,  # [CODE_WIDTH] float32
-    parameters,  # [3] float32: β, δ, κ
+    numbers,  # [sequences, 2] float32: β, f
+    parameters,  # [2] float32: δ, κ
     grad_output,  # [sequences, tokens, WIDTH]
     grad_variance,  # [sequences, tokens] float32
     means,  # [sequences, tokens, WIDTH]: V; it may be the gradient of the features
@@ -136,7 +148,8 @@ def denoising_backward_kernel(
     grad_signal,  # [sequences, tokens, WIDTH]
     grad_features,  # [sequences, tokens, WIDTH]
     grad_thresholds,  # [programs, CODE_WIDTH] float32
-    grad_parameters,  # [programs, 3] float32
+    grad_numbers,  # [sequences, tokens, 2] float32: of log β and log f, by row
+    grad_parameters,  # [programs, 2] float32
     sequences,
     tokens,
     programs,
@@ -154,7 +167,8 @@ def denoising_backward_kernel(
     dc = grad_codes + first * CODE_WIDTH
     dw, de = grad_signal + first * WIDTH, grad_features + first * WIDTH
     low = signal.dtype.element_ty
-    _, attention, spread = energy_attention(e, row, exists, visible, parameters, WIDTH, COLUMNS, PRECISION)
+    scale, factor = of_sequences(numbers, begin, row, exists, tokens)
+    _, attention, spread = energy_attention(e, row, exists, visible, scale, parameters, WIDTH, COLUMNS, PRECISION)
     attention = attention.to(low)
     for start in range(0, WIDTH, COLUMNS):
         chunk = load_rows(w, row, exists, start, WIDTH, COLUMNS)
@@ -165,11 +179,12 @@ def denoising_backward_kernel(
     upstream = load_rows(grad_output + first * WIDTH, row, exists, 0, WIDTH, BLOCK_WIDTH)
     weight = 2.0 * spread * tl.load(grad_variance + first + row, mask=exists, other=0.0)
 
-    sharpness = tl.load(parameters + 2)
+    sharpness, unit = tl.load(parameters + 1), spread * factor * factor
     grad_spread, grad_sharpness = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32)  # of log ρ, and of κ
+    by_gate = tl.zeros((ROWS,), tl.float32)  # Σ q u / κ
     for start in range(0, CODE_WIDTH, ATOMS):
         atoms = load_atoms(dictionary, start, CODE_WIDTH, WIDTH, BLOCK_WIDTH, ATOMS)
-        codes, scaled, gate = gated_codes(mean, atoms, spread, thresholds, sharpness, start, CODE_WIDTH, PRECISION)
+        codes, scaled, gate = gated_codes(mean, atoms, unit, thresholds, sharpness, start, CODE_WIDTH, PRECISION)
         grad_gate = weight[:, None] * gate
         grad_spread += tl.sum(grad_gate * gate, 1)
         through = tl.dot(upstream, atoms, input_precision=PRECISION)
@@ -183,13 +198,15 @@ def denoising_backward_kernel(
             store_rows(shrunk + first * CODE_WIDTH, row, exists, start, codes * gate, CODE_WIDTH, ATOMS)
         store_rows(dc, row, exists, start, gradient, CODE_WIDTH, ATOMS)
         slope *= codes
-        of_row = tl.sum(slope, 1)
-        grad_sharpness += of_row
-        grad_spread -= 2.0 * sharpness * of_row
+        by_gate += tl.sum(slope, 1)
         column = start + tl.arange(0, ATOMS)
         share = grad_thresholds + tl.program_id(0).to(tl.int64) * CODE_WIDTH
         tl.store(share + column, -2.0 * sharpness * tl.sum(slope, 0), mask=column < CODE_WIDTH)
     tl.debug_barrier()
+    grad_sharpness += by_gate
+    by_gate *= -2.0 * sharpness
+    grad_spread += by_gate
+    tl.store(grad_numbers + 2 * (first + row) + 1, by_gate, mask=exists)
     # In a loop of its own, though it reads D again: V, dY and this sum are more than the registers hold.
     grad_mean = tl.zeros((ROWS, BLOCK_WIDTH), tl.float32)
     for start in range(0, CODE_WIDTH, ATOMS):
@@ -201,7 +218,8 @@ def denoising_backward_kernel(
 
     # Computed again, not kept over the loop above, where they would spill others.
     _, _, _, _, visible = rows_of_sequences(begin, end, tokens, None, ROWS)
-    scores, attention, spread = energy_attention(e, row, exists, visible, parameters, WIDTH, COLUMNS, PRECISION)
+    scale, _ = of_sequences(numbers, begin, row, exists, tokens)
+    scores, attention, spread = energy_attention(e, row, exists, visible, scale, parameters, WIDTH, COLUMNS, PRECISION)
     grad_attention = attention * (grad_spread / spread)[:, None]
     for start in range(0, WIDTH, COLUMNS):
         through = load_rows(dw, row, exists, start, WIDTH, COLUMNS)
@@ -209,12 +227,13 @@ def denoising_backward_kernel(
         grad_attention = tl.dot(through, tl.trans(chunk), grad_attention, input_precision=PRECISION)
     grad_scores = attention * (grad_attention - tl.sum(attention * grad_attention, 1)[:, None])
     own = tl.arange(0, ROWS)[:, None] == tl.arange(0, ROWS)[None, :]
-    share = grad_parameters + tl.program_id(0) * 3
+    share = grad_parameters + tl.program_id(0) * 2
     # Rows of dS sum to zero but for rounding, by which scores are large: only how they differ counts.
-    tl.store(share, tl.sum(grad_scores * (scores - tl.sum(attention * scores, 1)[:, None])))
-    tl.store(share + 1, -tl.sum(tl.where(own, grad_scores, 0.0)))
-    tl.store(share + 2, tl.sum(grad_sharpness))
-    symmetric = ((grad_scores + tl.trans(grad_scores)) * tl.load(parameters)).to(low)
+    of_scale = tl.sum(grad_scores * (scores - tl.sum(attention * scores, 1)[:, None]), 1)
+    tl.store(grad_numbers + 2 * (first + row), scale * of_scale, mask=exists)
+    tl.store(share, -tl.sum(tl.where(own, grad_scores, 0.0)))
+    tl.store(share + 1, tl.sum(grad_sharpness))
+    symmetric = ((grad_scores + tl.trans(grad_scores)) * scale[:, None]).to(low)
     # Of what was rounded, so that features which are much alike differ by the same in both terms.
     total = tl.sum(symmetric.to(tl.float32), 1)
     for start in range(0, WIDTH, COLUMNS):
@@ -237,19 +256,20 @@ def _launch(kernel: Any, arguments: tuple[Any, ...], programs: int, blocks: Bloc
 
 
 # Signal and features are `[B, T, n]`, T at most 64, n at most 256, and the dictionary `[n, m]`: contiguous and of one
-# dtype of 16 bits. Thresholds `[m]` > 0 and parameters (β, δ, κ) are float32, on their device.
+# dtype of 16 bits. Thresholds `[m]`, numbers (β, f) `[B, 2]` and parameters (δ, κ) are float32, on their device.
 def forward(
     signal: Tensor,
     features: Tensor,
     dictionary: Tensor,
     thresholds: Tensor,
+    numbers: Tensor,
     parameters: Tensor,
     processors: int,
     blocks: Blocks,
 ) -> tuple[Tensor, Tensor]:
     """Return Y `[B, T, n]` and, in float32, v `[B, T]`."""
     output, variance = torch.empty_like(signal), signal.new_empty(signal.shape[:2], dtype=torch.float32)
-    arguments = signal, features, dictionary, thresholds, parameters, output, variance
+    arguments = signal, features, dictionary, thresholds, numbers, parameters, output, variance
     _launch(denoising_forward_kernel, arguments, programs_of(*signal.shape[:2], processors, blocks), blocks)
     return output, variance
 
@@ -259,14 +279,15 @@ def backward(
     features: Tensor,
     dictionary: Tensor,
     thresholds: Tensor,
+    numbers: Tensor,
     parameters: Tensor,
     grad_output: Tensor | None,
     grad_variance: Tensor | None,
     needs_dictionary: bool,
     processors: int,
     blocks: Blocks,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """Return dW and dE in their dtype, and in float32 dt `[m]`, (dβ, dδ, dκ) and, if needed, dD."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """Return dW and dE in their dtype, and in float32 dt, d(β, f), d(δ, κ) and, if needed, dD."""
     programs = programs_of(*signal.shape[:2], processors, blocks)
     grad_signal, grad_features = torch.empty_like(signal), torch.empty_like(signal)
     grad_thresholds, grad_parameters = (one.new_empty((programs, len(one))) for one in (thresholds, parameters))
@@ -276,11 +297,14 @@ def backward(
     grad_output = torch.zeros_like(signal) if grad_output is None else grad_output
     if grad_variance is None:
         grad_variance = thresholds.new_zeros(signal.shape[:2])
-    arguments = signal, features, dictionary, thresholds, parameters, grad_output, grad_variance, means, codes
-    gradients = grad_codes, grad_signal, grad_features, grad_thresholds, grad_parameters
-    _launch(denoising_backward_kernel, (*arguments, *gradients), programs, blocks)
+    given = signal, features, dictionary, thresholds, numbers, parameters
+    grad_numbers = grad_variance.new_empty((*signal.shape[:2], 2))
+    small = grad_thresholds, grad_numbers, grad_parameters
+    others = grad_output, grad_variance, means, codes, grad_codes, grad_signal, grad_features, *small
+    _launch(denoising_backward_kernel, (*given, *others), programs, blocks)
     grad_dictionary = None
     if codes is not None:
         grad_dictionary = product_over_rows(rows_of(means), rows_of(grad_codes), torch.float32)
         add_product(grad_dictionary, rows_of(grad_output), rows_of(codes))
-    return grad_signal, grad_features, grad_thresholds.sum(0) / thresholds, grad_parameters.sum(0), grad_dictionary
+    small = grad_thresholds.sum(0) / thresholds, grad_numbers.sum(1) / numbers, grad_parameters.sum(0)
+    return grad_signal, grad_features, *small, grad_dictionary

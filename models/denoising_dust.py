@@ -87,23 +87,24 @@ class DenoisingDUST(PretrainedModel):
             check_integer("level", level, 1, self.layers)
             common.check_shape("estimate", estimate, tuple(noisy.shape), "as noisy")
             layer, features = level - 1, estimate - mean
-            changes = (self.adaptations[layer] * _measures(features, 1.0 if level == 1 else 0.0)).sum(2, keepdim=True)
-            factor, scale, step = changes.unsqueeze(-1).unbind(1)
-            step = (self.step_logits[layer - 1] + step).sigmoid() if level > 1 else torch.ones_like(step)
-            # Sequences share t and β in the op: the tokens of each are scaled instead.
-            factor, features = step * factor.exp(), features.to(dtype)
-            mixed = torch.lerp(features, signal, step.to(dtype)) if level > 1 else signal
+            changes = self.adaptations[layer].unsqueeze(2) * _measures(features, 1.0 if level == 1 else 0.0)
+            factor, scale, step = changes.sum(1).unbind()
+            mixed, factor, features = signal, factor.exp(), features.to(dtype)
+            if level > 1:
+                step = (self.step_logits[layer - 1] + step).sigmoid()
+                mixed, factor = torch.lerp(features, signal, step.to(dtype)[:, None, None]), step * factor
             found = ops.denoising_layer(
-                mixed / factor.to(dtype),
-                features * (0.5 * scale).exp().to(dtype),
+                mixed,
+                features,
                 self.dictionary[layer],
                 self.log_thresholds[layer].exp(),
-                scale=self.log_scales[layer].exp() / self.patch_size,
+                scale=(self.log_scales[layer] + scale).exp() / self.patch_size,
                 self_bias=self.self_biases[layer],
                 sharpness=self.log_sharpnesses[layer].exp(),
+                factor=factor,
             )
             weight = (found.variance.to(mean) + _LEAST_VARIANCE) ** -self.exponents[layer]
-            return torch.addcmul(mean, found.tokens.to(mean), factor), weight
+            return found.tokens.to(mean) + mean, weight
 
         return refine
 
@@ -116,9 +117,9 @@ class DenoisingDUST(PretrainedModel):
 
 @torch.no_grad()
 def _measures(tokens: Tensor, noise: float) -> Tensor:
-    """Return the two measures `[B, 1, 2]` of sequences `[B, T, n]` with so much noise, constants in the backward."""
+    """Return the two measures `[2, B]` of sequences `[B, T, n]` with so much noise, constants in the backward."""
     count, size = tokens.shape[1:]
     squares = (torch.linalg.vector_norm(each, dim=(1, 2)).square() for each in (tokens, tokens.sum(1, keepdim=True)))
     power, lasting = (square / (count * size) for square in squares)
-    found = torch.stack([power, (power - lasting / count) * (count / max(1, count - 1))], 1)
-    return (1 + (found - noise).clamp(min=0)).log10().unsqueeze(1)
+    found = torch.stack([power, (power - lasting / count) * (count / max(1, count - 1))])
+    return (1 + (found - noise).clamp(min=0)).log10()

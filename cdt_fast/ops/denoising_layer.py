@@ -27,11 +27,12 @@ def denoising_layer(
     scale: Tensor,
     self_bias: Tensor,
     sharpness: Tensor,
+    factor: Tensor | None = None,
 ) -> DenoisedTokens:
     """Average each token with those that look alike, and shrink the codes of the mean by the noise that is left in it.
 
         A = softmax_rows(β (E Eᵀ − ½ 1 ‖e_j‖²) − δ I),   ρ_i = ‖A_i‖₂,   C = (A W) D,
-        H = C ∘ G,   G_ij = sigmoid(κ (C_ij² / (ρ_i t_j)² − 1)),   Y = H Dᵀ,   v_i = ρ_i² Σ_j G_ij²
+        H = C ∘ G,   G_ij = sigmoid(κ (C_ij² / (ρ_i f t_j)² − 1)),   Y = H Dᵀ,   v_i = ρ_i² Σ_j G_ij²
 
     Up to a factor of the row A_ij is `exp(−½ β ‖e_i − e_j‖²)`: what is alike is averaged, what is not left alone. White
     noise of deviation 1 in W has the deviation ρ_i in the mean, and in the output the variance v_i.
@@ -41,10 +42,11 @@ def denoising_layer(
         features: E, `[..., T, n]`, an estimate of what is below the noise, whose distances say what is alike.
         dictionary: D, `[n, m]`, with `D Dᵀ = I` where a code that is kept is to keep the signal.
         thresholds: t > 0, `[m]`, one an atom.
-        scale: β, `[]`.
+        scale: β > 0, `[]`, or `[...]`, one a sequence.
         self_bias: δ, `[]`, taken from each token's score with itself: where the features are noisy, their distances
             to others are too great by twice the noise's variance, that to themselves is not.
         sharpness: κ > 0, `[]`; towards ∞ the shrinkage is a hard threshold.
+        factor: f > 0, `[...]`, of the thresholds in each sequence; None: 1.
 
     Returns:
         A named tuple: the tokens and the variance of the noise that is left in each, in the dtype of the arguments
@@ -58,25 +60,28 @@ def denoising_layer(
     shape = signal.shape[-1], None
     common.check_tensor("dictionary", dictionary, 2, "[n, m]", shape, "width of signal by any width")
     common.check_tensor("thresholds", thresholds, 1, "[m]", dictionary.shape[1:], "one an atom")
-    numbers = {"scale": scale, "self_bias": self_bias, "sharpness": sharpness}
-    for name, number in numbers.items():
-        common.check_tensor(name, number, 0, "of one number", (), "a number")
-    common.check_together(signal=signal, features=features, dictionary=dictionary, thresholds=thresholds, **numbers)
-    common.refuse_transforms("denoising_layer", signal, features, dictionary, thresholds, *numbers.values())
+    factor = torch.ones_like(scale) if factor is None and isinstance(scale, Tensor) else factor
+    given = {"scale": scale, "factor": factor, "self_bias": self_bias, "sharpness": sharpness}
+    for name, number in given.items():
+        common.check_tensor(name, number, 0, "of one number")
+        many = name in ("scale", "factor") and number.dim()
+        common.check_shape(
+            name, number, tuple(signal.shape[:-2]) if many else (), "one a sequence" if many else "a number"
+        )
+    common.check_together(signal=signal, features=features, dictionary=dictionary, thresholds=thresholds, **given)
+    common.refuse_transforms("denoising_layer", signal, features, dictionary, thresholds, *given.values())
     dtype = common.compute_dtype(signal)
     rows, alike = common.sequences(signal, dtype), common.sequences(features, dtype)
     widths = rows.shape[2], dictionary.shape[1], rows.shape[2]
     fits = unfused_reason(rows.shape[1], widths, dtype, rows.device) is None
+    numbers = torch.stack([given[name].reshape(-1).expand(len(rows)) for name in ("scale", "factor")], 1)
+    tensors = rows, alike, dictionary, thresholds, numbers, torch.stack((self_bias, sharpness))
     if fits and common.choose_backend("denoising_layer", rows, multiplies=True) == "triton":
-        tokens, variance = _layer(rows, alike, dictionary, thresholds, torch.stack(tuple(numbers.values())))
+        tokens, variance = _layer(*tensors)
     else:
         with common.without_autocast(rows):
-            # Through rounded factors of the thresholds their gradient would lose digits.
-            tensors = rows, alike, dictionary, thresholds, *numbers.values()
-            if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-                tokens, variance = denoising_layer_reference(rows, alike, dictionary.to(dtype), thresholds, **numbers)
-            else:
-                tokens, variance = _inference(*tensors)
+            recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+            tokens, variance = (_formula if recorded else _inference)(*tensors)
     return DenoisedTokens(tokens.view(signal.shape), variance.view(signal.shape[:-1]))
 
 
@@ -88,14 +93,16 @@ def denoising_layer_reference(
     scale: Tensor,
     self_bias: Tensor,
     sharpness: Tensor,
+    factor: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Apply the formula of `denoising_layer`, in any dtype, differentiated by torch."""
     wide = torch.promote_types(signal.dtype, torch.float32)
     scale, self_bias, sharpness = scale.to(wide), self_bias.to(wide), sharpness.to(wide)
+    factor = scale.new_ones(1, 1) if factor is None else factor.to(wide)[..., None, None]
     attention = _attention(features, scale, self_bias)
     left = attention.square().sum(-1, keepdim=True)  # ρ²
     codes = (attention.to(signal.dtype) @ signal) @ dictionary
-    gate = torch.sigmoid(sharpness * (codes.to(wide).square() / (left * thresholds.to(wide).square()) - 1))
+    gate = torch.sigmoid(sharpness * (codes.to(wide).square() / (left * (factor * thresholds.to(wide)).square()) - 1))
     tokens = (codes * gate.to(codes.dtype)) @ dictionary.mT
     return tokens, (left.squeeze(-1) * gate.square().sum(-1)).to(signal.dtype)
 
@@ -104,24 +111,36 @@ def _attention(features: Tensor, scale: Tensor, self_bias: Tensor) -> Tensor:
     products = (features @ features.mT).to(scale.dtype)
     scores = products - 0.5 * torch.diagonal(products, dim1=-2, dim2=-1).unsqueeze(-2)
     own = torch.eye(products.shape[-1], dtype=scale.dtype, device=products.device)
-    return torch.softmax(scale * scores - self_bias * own, -1)
+    return torch.softmax(scale[..., None, None] * scores - self_bias * own, -1)
+
+
+# Numbers are β and f of each sequence, `[B, 2]`, parameters δ and κ, `[2]`
+
+
+def _formula(
+    signal: Tensor, features: Tensor, dictionary: Tensor, thresholds: Tensor, numbers: Tensor, parameters: Tensor
+) -> tuple[Tensor, Tensor]:
+    # Through rounded factors of the thresholds their gradient would lose digits.
+    (scale, factor), (self_bias, sharpness) = numbers.unbind(1), parameters
+    tensors = signal, features, dictionary.to(signal.dtype), thresholds
+    return denoising_layer_reference(*tensors, scale, self_bias, sharpness, factor)
 
 
 def _inference(
-    signal: Tensor, features: Tensor, dictionary: Tensor, thresholds: Tensor, *numbers: Tensor
+    signal: Tensor, features: Tensor, dictionary: Tensor, thresholds: Tensor, numbers: Tensor, parameters: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return as the formula, of codes in units of ρ t / √κ: in half the passes over them."""
+    """Return as the formula, of codes in units of ρ f t / √κ: in half the passes over them."""
     wide = torch.promote_types(signal.dtype, torch.float32)
-    scale, self_bias, sharpness = (number.to(wide) for number in numbers)
+    (scale, factor), (self_bias, sharpness) = numbers.to(wide).unbind(1), parameters.to(wide)
     attention = _attention(features, scale, self_bias)
     left = attention.square().sum(-1, keepdim=True)
-    deviation, units = left.sqrt(), thresholds.to(scale) / sharpness.sqrt()
-    averaged = (attention / deviation).to(signal.dtype) @ signal
-    ratios = averaged @ (dictionary.to(scale) / units).to(signal.dtype)
-    gate = torch.sigmoid(torch.addcmul(-sharpness.to(ratios), ratios, ratios))
-    tokens = (ratios * gate) @ (dictionary.to(scale) * units).to(signal.dtype).mT
-    variance = left.squeeze(-1) * torch.linalg.vector_norm(gate, dim=-1).to(scale).square()
-    return tokens * deviation.to(tokens), variance.to(signal.dtype)
+    unit, units = left.sqrt() * factor[:, None, None], thresholds.to(wide) / sharpness.sqrt()
+    averaged = (attention / unit).to(signal.dtype) @ signal
+    ratios = averaged @ (dictionary.to(wide) / units).to(signal.dtype)
+    gate = torch.addcmul(-sharpness.to(ratios), ratios, ratios).sigmoid_()
+    tokens = ratios.mul_(gate) @ (dictionary.to(wide) * units).to(signal.dtype).mT
+    variance = left.squeeze(-1) * torch.linalg.vector_norm(gate, dim=-1).to(wide).square()
+    return tokens.mul_(unit.to(tokens)), variance.to(signal.dtype)
 
 
 # On a GPU, in one kernel each way
@@ -133,48 +152,50 @@ def _forward(
     features: Tensor,  # E, likewise
     dictionary: Tensor,  # D, [n, m], maybe of a wider dtype
     thresholds: Tensor,  # t, [m]
-    parameters: Tensor,  # β, δ, κ, [3]
+    numbers: Tensor,  # β, f, [B, 2]
+    parameters: Tensor,  # δ, κ, [2]
 ) -> tuple[Tensor, Tensor]:
     """Return the tokens and their variance `[B, T]`."""
-    dictionary = dictionary.to(signal.dtype)
     with common.or_plain_torch("denoising_layer", signal) as kernels:
-        matrices = for_card(signal, features, dictionary.contiguous())
+        matrices = for_card(signal, features, dictionary.to(signal.dtype).contiguous())
         blocks, processors = common.blocks_for(kernels.BLOCKS, signal), common.card_of(signal).processors
-        tokens, variance = kernels.forward(*matrices, thresholds.float(), parameters.float(), processors, blocks)
+        small = thresholds.float(), numbers.float(), parameters.float()
+        tokens, variance = kernels.forward(*matrices, *small, processors, blocks)
         return tokens, variance.to(signal.dtype)
-    return denoising_layer_reference(signal, features, dictionary, thresholds, *parameters)
+    return _formula(signal, features, dictionary, thresholds, numbers, parameters)
 
 
 def _forward_fake(signal: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(signal), signal.new_empty(signal.shape[:2])
 
 
-@common.gradients_of("denoising_layer", lambda *arguments: arguments[:5])
+@common.gradients_of("denoising_layer", lambda *arguments: arguments[:6])
 @common.outside_autocast
 def _gradients(
     signal: Tensor,
     features: Tensor,
     dictionary: Tensor,
     thresholds: Tensor,
+    numbers: Tensor,
     parameters: Tensor,
     grad_tokens: Tensor | None,
     grad_variance: Tensor | None,
     needs: list[bool],
 ) -> list[Tensor | None]:
-    """Return the gradients of the first five arguments."""
-    tensors = signal, features, dictionary, thresholds, parameters
+    """Return the gradients of the first six arguments."""
+    tensors = signal, features, dictionary, thresholds, numbers, parameters
     with common.or_plain_torch("denoising_layer", signal) as kernels:
         low = dictionary.to(signal.dtype).contiguous()
         *matrices, grad_tokens = for_card(signal, features, low, grad_tokens)
         upstream = grad_tokens, None if grad_variance is None else grad_variance.float()
         blocks, processors = common.blocks_for(kernels.BACKWARD_BLOCKS, signal), common.card_of(signal).processors
-        given = *matrices, thresholds.float(), parameters.float(), *upstream, needs[2], processors, blocks
-        *firsts, grad_thresholds, grad_parameters, grad_dictionary = kernels.backward(*given)
-        found = *firsts, grad_dictionary, grad_thresholds, grad_parameters
+        small = thresholds.float(), numbers.float(), parameters.float()
+        *firsts, grad_dictionary = kernels.backward(*matrices, *small, *upstream, needs[2], processors, blocks)
+        found = *firsts[:2], grad_dictionary, *firsts[2:]
         return [None if each is None else each.to(of.dtype) for each, of in zip(found, tensors, strict=True)]
     with torch.enable_grad():
         leaves = [tensor.detach().requires_grad_() for tensor in tensors]
-        outputs = denoising_layer_reference(*leaves[:2], leaves[2].to(signal.dtype), leaves[3], *leaves[4])
+        outputs = _formula(*leaves)
     kept = [grad is not None for grad in (grad_tokens, grad_variance)]
     grads = common.compress((grad_tokens, grad_variance), kept)
     return list(torch.autograd.grad(common.compress(outputs, kept), leaves, grads))

@@ -16,7 +16,7 @@ from cdt_fast.kernels._common import programs_of
 from cdt_fast.ops import common
 from tests.ops.battery import between_nan, generator, normal
 
-NAMES = ("Y", "v", "dW", "dE", "dD", "dt", "d(β, δ, κ)")
+NAMES = ("Y", "v", "dW", "dE", "dD", "dt", "d(δ, κ)", "dβ", "df")
 F32 = 32 * 2.0**-23  # of energies, which are sums of n large terms
 # Sequences, tokens, width, atoms: alone, several in a tile, more atoms than a chunk and one that is not full, one tile.
 SIZES = ((9, 1, 256, 256), (29, 4, 64, 100), (31, 5, 256, 512), (5, 8, 72, 256), (3, 64, 64, 72))
@@ -24,15 +24,15 @@ QUICK = ((1, 1, 64, 100), (5, 8, 72, 104))
 
 
 def written(
-    signal: Tensor, features: Tensor, dictionary: Tensor, thresholds: Tensor, parameters: Tensor
+    signal: Tensor, features: Tensor, dictionary: Tensor, thresholds: Tensor, numbers: Tensor, parameters: Tensor
 ) -> list[Tensor]:
     """Y and v, by the formulas."""
-    scale, own, sharpness = parameters
+    (scale, factor), (own, sharpness) = numbers.T[..., None, None], parameters
     energy = features @ features.mT - 0.5 * features.square().sum(-1).unsqueeze(-2)
     attention = torch.softmax(scale * energy - own * torch.eye(signal.shape[1], dtype=signal.dtype), -1)
     spread = attention.norm(dim=-1, keepdim=True)
     codes = attention @ signal @ dictionary
-    gate = torch.sigmoid(sharpness * ((codes / (spread * thresholds)) ** 2 - 1))
+    gate = torch.sigmoid(sharpness * ((codes / (spread * factor * thresholds)) ** 2 - 1))
     return [(codes * gate) @ dictionary.mT, spread.squeeze(-1) ** 2 * gate.square().sum(-1)]
 
 
@@ -42,17 +42,18 @@ def drawn(sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any
     The tokens of a sequence are much alike, so that it shows if what is rounded does not cancel.
     """
     sequences, tokens, width, atoms = sizes
-    alike = 2 if dtype == torch.float32 else 16  # of which energies are a thousand, rounded more than the rest is
+    alike = 24 if dtype == torch.float32 else 192  # of which energies are thousands, rounded more than the rest is
     tensors = [
         normal(1, sequences, tokens, width) + normal(2, sequences, 1, width),
-        3 * normal(3, sequences, tokens, width) / width**0.5 + alike * normal(4, sequences, 1, width),
+        (3 * normal(3, sequences, tokens, width) + alike * normal(4, sequences, 1, width)) / width**0.5,
         normal(5, width, atoms) / width**0.5,
         0.5 + 1.5 * normal(6, atoms).abs(),
-        torch.tensor([0.1, 0.7, 3.0]),
+        torch.tensor([0.05, 0.5]) + torch.tensor([0.04, 1.0]) * normal(10, sequences, 2).abs(),
+        torch.tensor([0.7, 3.0]),
         normal(7, sequences, tokens, width),
         normal(8, sequences, tokens),
     ]
-    dtypes = dtype, dtype, dtype, torch.float32, torch.float32, dtype, torch.float32
+    dtypes = *[dtype] * 3, *[torch.float32] * 3, dtype, torch.float32
     return [between_nan(tensor.to(device, each), 8) for tensor, each in zip(tensors, dtypes, strict=True)]
 
 
@@ -70,7 +71,8 @@ def results(tensors: Sequence[Tensor], upstream: Sequence[Tensor], kept: Sequenc
     leaves = [tensor.detach().requires_grad_() for tensor in tensors]
     outputs = written(*leaves)
     gradients = torch.autograd.grad(common.compress(outputs, kept), leaves, common.compress(upstream, kept))
-    return [*(one.detach() for one in outputs), *gradients]
+    *most, of_numbers, of_parameters = gradients
+    return [*(one.detach() for one in outputs), *most, of_parameters, *of_numbers.unbind(1)]
 
 
 def assert_is_its_formula(
@@ -86,15 +88,15 @@ def assert_is_its_formula(
     Scores and attention are float32 where they are not factors, so features are off by a rounding of float32.
     """
     tensors = drawn(sizes, dtype, device)
-    layer = tensors[:5]
+    layer = tensors[:6]
     kept = [name in given for name in ("output", "variance")]
-    upstream = [grad if keep else None for grad, keep in zip(tensors[5:], kept, strict=True)]
+    upstream = [grad if keep else None for grad, keep in zip(tensors[6:], kept, strict=True)]
     options: Any = {"processors": processors, "blocks": blocks_of(kernels.BLOCKS, layer[0])}
     output, variance = kernels.forward(*layer, **options)
     options.update(blocks=blocks_of(kernels.BACKWARD_BLOCKS, layer[0]), needs_dictionary=needs_dictionary)
-    dw, de, dt, dp, dd = kernels.backward(*layer, *upstream, **options)
+    dw, de, dt, dn, dp, dd = kernels.backward(*layer, *upstream, **options)
     assert {one.dtype for one in (output, dw, de)} == {dtype}
-    assert {one.dtype for one in (variance, dt, dp)} == {torch.float32}
+    assert {one.dtype for one in (variance, dt, dn, dp)} == {torch.float32}
     assert (dd is not None) == needs_dictionary
 
     exact = [tensor.cpu().double() for tensor in tensors]
@@ -102,8 +104,8 @@ def assert_is_its_formula(
     of_inputs = [F32 if name == "features" else epsilon for name in inspect.signature(kernels.backward).parameters]
     signs = [[torch.randint(0, 2, one.shape, generator=seeds) * 2 - 1 for one in exact] for _ in range(2)]
     off = [[one * (1 + size * up) for one, size, up in zip(exact, of_inputs, ups, strict=False)] for ups in signs]
-    true, *moved = (results(each[:5], each[5:], kept) for each in (exact, *off))
-    for index, found in enumerate((output, variance, dw, de, dd, dt, dp)):
+    true, *moved = (results(each[:6], each[6:], kept) for each in (exact, *off))
+    for index, found in enumerate((output, variance, dw, de, dd, dt, dp, *dn.unbind(1))):
         if found is not None:
             assert found.shape == true[index].shape
             error, size = (found.cpu().double() - true[index]).norm(), true[index].norm()
@@ -134,12 +136,15 @@ def test_shares_are_uneven() -> None:
         assert sequences % programs_of(sequences, tokens, 2, kernels.BLOCKS["consumer"])
 
 
+@pytest.mark.parametrize("of_sequences", [True, False])
 @pytest.mark.parametrize("needs", [True, False])
-def test_the_op_runs_on_the_kernels_with_every_gradient(needs: bool, device: torch.device, dtype: torch.dtype) -> None:
+def test_the_op_runs_on_the_kernels_with_every_gradient(
+    needs: bool, of_sequences: bool, device: torch.device, dtype: torch.dtype
+) -> None:
     """As close to its formula in float64 as that in plain torch, but for a few roundings."""
-    *tensors, numbers, grad_tokens, grad_variance = drawn((7, 4, 64, 96), dtype, device)
-    given = [*tensors, *numbers.unbind()]
-    names = ("scale", "self_bias", "sharpness")
+    *tensors, numbers, parameters, grad_tokens, grad_variance = drawn((7, 4, 64, 96), dtype, device)
+    given = [*tensors, *(numbers.unbind(1) if of_sequences else numbers[0, :1]), *parameters.unbind()]
+    names = ("scale", *(("factor",) if of_sequences else ()), "self_bias", "sharpness")
     found = []
     ways: list[tuple[Any, torch.dtype]] = [("triton", dtype), ("torch", dtype), ("torch", torch.float64)]
     for backend, wanted in ways:

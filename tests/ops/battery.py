@@ -25,7 +25,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "residual_linear": ("bias",),
     "symmetric_attention": ("values", "lengths"),
     "unrolled_layer": ("first", "projection", "next_dictionary", "target", "lengths"),
-    "denoising_layer": (),
+    "denoising_layer": ("numbers of sequences",),
     "layerwise_reconstruction_loss": ("lengths", "weights"),
     "layerwise_cross_entropy": ("bias", "weights", "targets of depths", "class weights"),
 }
@@ -56,6 +56,7 @@ VARIANTS: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
     "symmetric_attention with all": ("symmetric_attention", ("values", "lengths"), {"energy": True}),
     "unrolled_layer with all": ("unrolled_layer", EXTRAS["unrolled_layer"][1:], {"nonlinearity": "relu", "scale": 0.5}),
     "unrolled_layer without codes": ("unrolled_layer", ("first", "projection", "target"), {"threshold": 0.0}),
+    "denoising_layer with numbers of sequences": ("denoising_layer", EXTRAS["denoising_layer"], {}),
     "layerwise_reconstruction_loss with all": (
         "layerwise_reconstruction_loss",
         ("lengths", "weights"),
@@ -153,6 +154,8 @@ def build(op: str, *extras: str, **options: Any) -> Case:
         tensors["thresholds"] = 0.5 + normal(source, atoms).abs()
         numbers = {"scale": 0.3, "self_bias": 0.5, "sharpness": 2.0}
         tensors |= {name: torch.tensor(value, dtype=torch.float64) for name, value in numbers.items()}
+        if extras:
+            tensors |= {name: 0.3 + normal(source, *leading).abs() for name in ("scale", "factor")}
     else:
         tensors |= {name: normal(source, *rows, width) for name in DEPTHS}
         if op == "layerwise_reconstruction_loss":
@@ -303,14 +306,16 @@ def written_denoising(
     scale: Tensor,
     self_bias: Tensor,
     sharpness: Tensor,
+    factor: Tensor | float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """The layer by the distances of the features, and the gate by exponentials."""
+    scale, factor = (torch.as_tensor(each)[..., None, None] for each in (scale, factor))
     distances = (features.unsqueeze(-2) - features.unsqueeze(-3)).square().sum(-1)
     alike = torch.exp(-0.5 * scale * distances - self_bias * torch.eye(distances.shape[-1], dtype=distances.dtype))
     attention = alike / alike.sum(-1, keepdim=True)
     left = torch.einsum("...ij,...ij->...i", attention, attention).sqrt().unsqueeze(-1)
     codes = torch.einsum("...ij,...jn,nm->...im", attention, signal, dictionary)
-    gate = 1 / (1 + torch.exp(sharpness - sharpness * (codes / (left * thresholds)) ** 2))
+    gate = 1 / (1 + torch.exp(sharpness - sharpness * (codes / (left * factor * thresholds)) ** 2))
     return torch.einsum("...m,nm->...n", codes * gate, dictionary), ((left * gate) ** 2).sum(-1)
 
 
