@@ -21,6 +21,7 @@ from cdt_fast.models import DenoisingDUST, DenoisingViT
 from cdt_fast.ops.common import cpu_has_bf16_products
 from cdt_fast.progress import progress_bar
 from cdt_fast.tasks import open_run
+from cdt_fast.training.execution import disable_malloc_trim
 from cdt_fast.video.data import open_source
 from cdt_fast.video.data.crops import from_opponent, to_opponent
 from cdt_fast.video.data.source import Excerpt, FrameArray
@@ -236,6 +237,7 @@ def denoise_video(
     Raises:
         InputError: the source cannot be read, or the target exists or cannot be written as video.
     """
+    disable_malloc_trim()
     denoising = _checked(model, settings, **options)
     frames, target = open_source(source), Path(target)
     if part is not None:

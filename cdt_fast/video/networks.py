@@ -136,7 +136,7 @@ def reconstructed(
         return view.permute(0, 3, 5, 1, 2, 4, 6)
 
     def cut(frames: Tensor, some: list[Place], start: int, length: int) -> Tensor:
-        return torch.cat([patches(frames, place, start, length) for place in some]).flatten(4).flatten(0, 2)
+        return torch.cat([patches(frames, place, start, length).flatten(4).flatten(0, 2) for place in some])
 
     unit = deviation.clamp(min=LEAST_DEVIATION).to(noisy)[:, None, None, None]
     results, kept = [noisy / unit], list[Any]()
