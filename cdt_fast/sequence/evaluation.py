@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import textwrap
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, ClassVar
@@ -16,20 +15,11 @@ from cdt_fast.progress import progress_bar
 from cdt_fast.sequence.networks import Network
 from cdt_fast.sequence.settings import SequenceSettings
 from cdt_fast.sequence.tokenizers import IGNORED, EncodedSamples
-from cdt_fast.training.report import add_legend, axes_of, formatted, mark_training, plot_runs, pyplot
-from cdt_fast.training.results import Evaluation, Part, mean_margin, per_sample_statistics
+from cdt_fast.training.report import add_legend, axes_of, formatted, mark_training, plot_runs
+from cdt_fast.training.results import Evaluation, mean_margin, per_sample_statistics
 from cdt_fast.training.task import EvaluatedRun, Table
 
 _TEXTS_AT_ONCE = 64
-_CLASSES_SHOWN = 12
-
-
-class ShownText(Part):
-    """A test text, its class, and the probability of every class at every depth."""
-
-    text: str
-    label: str
-    probabilities: list[list[float]]
 
 
 class SequenceEvaluation(Evaluation):
@@ -46,7 +36,6 @@ class SequenceEvaluation(Evaluation):
     test_digest: str
     classes: list[str] | None = None  # of labeled texts
     vocabulary: int | None = None  # of a language model, whose accuracy is that of its tokens
-    shown: ShownText | None = None
 
     HEADLINE: ClassVar[str] = "area under accuracy(γ)"
 
@@ -112,15 +101,6 @@ def measure(network: Network, test: EncodedSamples, settings: SequenceSettings) 
     }
 
 
-@torch.no_grad()
-def shown_text(network: Network, test: EncodedSamples, texts: Sequence[str], names: Sequence[str]) -> dict[str, Any]:
-    """Return a `ShownText`: that of the median length, without noise."""
-    number = sorted(range(len(test)), key=lambda index: test.rows[index].shape[1])[len(test) // 2]
-    inputs, label = test.batch([number], network.padding_id, next(network.model.parameters()).device)
-    depths = [logits[0].float().softmax(0).tolist() for logits in network.depth_logits(inputs)]
-    return {"text": texts[number], "label": names[int(label)], "probabilities": depths}
-
-
 def _read(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the samples' sums of the loss `[B]` in float64, and how many of their answers are right, at one depth."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -146,27 +126,4 @@ def draw_accuracy(runs: Sequence[EvaluatedRun]) -> Any:
     mark_training(axis, runs[0].settings.noise)
     axis.set(xlabel="noise level γ", ylabel="accuracy")
     add_legend(axis)
-    return figure
-
-
-def draw_depths(runs: Sequence[EvaluatedRun]) -> Any:
-    """Draw the probabilities of the classes of one text at every depth of every run; None for language models."""
-    if any(run.evaluation.shown is None for run in runs):
-        return None
-    figure, axes = pyplot().subplots(1, len(runs), figsize=(5 * len(runs), 3.5), squeeze=False, layout="constrained")
-    for axis, run in zip(axes[0], runs, strict=True):
-        shown, names = run.evaluation.shown, run.evaluation.classes
-        last = shown.probabilities[-1]
-        classes = sorted(range(len(names)), key=last.__getitem__, reverse=True)[:_CLASSES_SHOWN]
-        table = [[depth[number] for depth in shown.probabilities] for number in classes]
-        axis.imshow(table, cmap="Blues", vmin=0, vmax=1, aspect="auto")
-        for row, values in enumerate(table):
-            for depth, p in enumerate(values):
-                axis.text(depth, row, f"{p:.2f}", ha="center", va="center", color="white" if p > 0.6 else "black")
-        axis.set_yticks(range(len(classes)), [names[number][:20] for number in classes])
-        axis.set(xlabel="depth", title=run.name or run.folder.name)
-        axis.xaxis.get_major_locator().set_params(integer=True)
-    text = textwrap.shorten(runs[0].evaluation.shown.text, 160 * len(runs), placeholder=" …")
-    words = textwrap.fill(f"“{text}”, of class {runs[0].evaluation.shown.label}", 70 * len(runs))
-    figure.suptitle(words.replace("$", r"\$"), fontsize="small")
     return figure

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from cdt_fast.checks import InputError
 from cdt_fast.ops.common import Weights, explain
 from cdt_fast.sequence.data import Splits, digest
-from cdt_fast.sequence.evaluation import draw_accuracy, draw_depths
+from cdt_fast.sequence.evaluation import draw_accuracy
 from cdt_fast.sequence.networks import Network, check_rows
 from cdt_fast.sequence.settings import SequenceSettings
 from cdt_fast.sequence.tokenizers import EncodedSamples
@@ -133,8 +133,5 @@ def reported(runs: Sequence[EvaluatedRun], tables: list[Table]) -> Report:
         references={f"a guess among {choices:,}": math.log(choices)},
         margins=values.layer_loss_margin,
         tables=tables,
-        pictures=[
-            ("The classes of a test text at every depth, without noise", draw_depths),
-            ("Accuracy over γ", draw_accuracy),
-        ],
+        pictures=[("Accuracy over γ", draw_accuracy)],
     )

@@ -8,7 +8,7 @@ import torch
 from cdt_fast.checks import InputError
 from cdt_fast.models import TextUT
 from cdt_fast.sequence.data import Splits, TextData, digest, load_texts
-from cdt_fast.sequence.evaluation import SequenceEvaluation, accuracy_table, measure, shown_text
+from cdt_fast.sequence.evaluation import SequenceEvaluation, accuracy_table, measure
 from cdt_fast.sequence.networks import Network, PretrainedNetwork, UnrolledNetwork, check_rows, unknown_words
 from cdt_fast.sequence.settings import UNROLLED, TextModelSettings, TextSettings
 from cdt_fast.sequence.task import SequenceWorkload, check, described, reported
@@ -62,8 +62,7 @@ def evaluate(folder: RunFolder, settings: TextSettings, data: Splits) -> dict[st
         network = PretrainedNetwork(encoder, tokenizer, inner_pooling=settings.model.inner_pooling)
     test = _encoded(data.test, names, tokenizer, settings)
     check_rows(network, (test,), settings)
-    measured = {**measure(network, test, settings), "shown": shown_text(network, test, data.test.texts, names)}
-    return {**measured, "classes": names, "test_digest": digest(data.test)}
+    return {**measure(network, test, settings), "classes": names, "test_digest": digest(data.test)}
 
 
 def report(runs: Sequence[EvaluatedRun]) -> Report:
