@@ -51,7 +51,7 @@ class VideoModelSettings(Section):
 class VideoTrainingSettings(shared.TrainingSettings):
     """[training] of video."""
 
-    steps: Positive = setting(1000, "optimizer steps")
+    steps: Positive = setting(1500, "optimizer steps")
     batch: Positive = setting(1, "windows per micro-batch")
     lr: NonNegative | None = setting(
         None,
