@@ -156,6 +156,14 @@ def test_evaluate_measures_at_the_levels_that_are_given(call: Call, copied_run: 
         assert f"[evaluation] gammas {message}" in call("evaluate", copied_run.path, f"--gammas={words}").line()
 
 
+def test_evaluate_measures_no_more_than_the_limit(call: Call, copied_run: RunFolder, quick_figures: None) -> None:
+    assert call("evaluate", copied_run.path, "--gammas", 0.1, "--limit", 2).status == 0
+    assert read_json(copied_run.evaluation)["limit"] == 2
+    assert "--gammas 0.1 --limit 2</code> makes this page." in (copied_run.path / "report.html").read_text()
+    assert "limit must be greater than or equal to 1" in call("evaluate", copied_run.path, "--limit", 0).line()
+    assert "--gammas and --limit are for RUN alone" in call("evaluate", "--clips", "a.mp4", "--limit", 2).line()
+
+
 def test_the_page_of_clips_is_not_for_a_run(call: Call, copied_run: RunFolder) -> None:
     assert "--out is for --clips" in call("evaluate", copied_run.path, "--out", "page.html").line()
 

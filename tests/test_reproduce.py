@@ -83,6 +83,18 @@ def test_every_run_is_trained_measured_and_compared_and_only_once(call: Call, cl
 
 
 @pytest.mark.usefixtures("tiny_experiment")
+def test_a_trial_is_measured_on_less_and_again_where_it_is_not_one(call: Call, clip: Path, tmp_path: Path) -> None:
+    out, chosen = tmp_path / "out", ("--seeds", "0", "--runs", "plain")
+    assert call("reproduce", "tiny", clip, "--out", out, "--limit", 1, *chosen).status == 0
+    assert "limit 1, and the experiment has None" in call("reproduce", "tiny", clip, "--out", out, *chosen).line()
+    assert call("reproduce", "tiny", clip, "--out", tmp_path / "all", *chosen).status == 0
+    # What was measured on less in between does not count.
+    assert call("evaluate", tmp_path / "all" / "plain-0", "--limit", 1).status == 0
+    assert call("reproduce", "tiny", clip, "--out", tmp_path / "all", *chosen).status == 0
+    assert open_evaluated(tmp_path / "all" / "plain-0").evaluation.limit is None
+
+
+@pytest.mark.usefixtures("tiny_experiment")
 def test_a_signal_says_how_to_go_on(call: Call, clip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained, resumed = [], []
     original = loop.train

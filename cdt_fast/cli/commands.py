@@ -57,7 +57,7 @@ def reproduce(options: argparse.Namespace) -> None:
     """Train what is left of an experiment, and compare its runs."""
     from cdt_fast.experiments import running  # see above
 
-    chosen = {name: getattr(options, name) for name in ("runs", "steps", "seeds", "layers", "gammas", "model")}
+    chosen = {name: getattr(options, name) for name in ("runs", "steps", "limit", "seeds", "layers", "gammas", "model")}
     experiment = experiments.Experiment.load(options.name).narrowed(**chosen)
     out = Path(options.out or Path("runs") / f"{experiment.name}-{Path(options.source).stem}")
     planned = experiments.plan(experiment, options.source, out)
@@ -107,13 +107,13 @@ def evaluate(options: argparse.Namespace) -> None:
         if options.out is not None:
             raise InputError("--out is for --clips: the report of a run is in its folder")
         run, settings = tasks.open_run(options.folder)
-        if options.gammas is not None:
-            settings.set("evaluation", "gammas", options.gammas)
-            settings.check_noise()
-        _evaluate(run, settings, gammas=options.gammas)
+        given = {name: getattr(options, name) for name in ("gammas", "limit") if getattr(options, name) is not None}
+        settings.update("evaluation", given)
+        settings.check_noise()
+        _evaluate(run, settings, **given)
         return
-    if options.gammas is not None:
-        raise InputError("--gammas and --clips cannot be given together: clips are measured at noise of 10 to 50")
+    if options.gammas is not None or options.limit is not None:
+        raise InputError("--gammas and --limit are for RUN alone: clips are measured whole, at noise of 10 to 50")
     from cdt_fast.video import comparison
     from cdt_fast.video.denoising import open_denoiser
 
@@ -124,11 +124,11 @@ def evaluate(options: argparse.Namespace) -> None:
     print(f"{as_text(comparison.as_table(found))}\nreport: {out}")
 
 
-def _evaluate(run: RunFolder, settings: RunSettings, data: Any = None, gammas: str | None = None) -> None:
+def _evaluate(run: RunFolder, settings: RunSettings, data: Any = None, **given: str) -> None:
     from cdt_fast.training import evaluation
 
     measured = evaluation.evaluate_run(run, settings, tasks.task_of(settings), data)
-    words = ["cdt-fast", "evaluate", str(run.path), *([] if gammas is None else ["--gammas", gammas])]
+    words = itertools.chain(("cdt-fast", "evaluate", str(run.path)), *((f"--{name}", given[name]) for name in given))
     _report([measured], run.path, shlex.join(words))
 
 

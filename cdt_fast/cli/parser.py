@@ -68,6 +68,7 @@ def build_parser() -> Parser:
     add("folder", nargs="?", metavar="RUN", help="run folder (with --clips: the denoiser of the package)")
     text = "noise levels in place of those of the run's settings; evaluation.json and the report are replaced"
     add("--gammas", metavar="LIST", help=text)
+    add("--limit", metavar="N", help="measure no more than N test samples, for a trial")
     text = "measure a denoiser of video on these clean clips, beside other denoisers: PSNR, SSIM, time a frame"
     add("--clips", nargs="+", metavar="CLIP", help=text)
     text = "with --clips: page of the table and a picture (clips.html)"
@@ -107,6 +108,7 @@ def build_parser() -> Parser:
     add("--layers", type=numbers, metavar="LIST", help="some of its depths, as in 3,7 (all)")
     add("--gammas", type=levels, metavar="LIST", help="some of its levels of training noise, as in 0.15 (all)")
     add("--steps", metavar="N", type=int, help="optimizer steps of a training (the experiment's)")
+    add("--limit", metavar="N", type=int, help="test samples that a run is measured on, for a trial (all)")
     add("--model", metavar="DIR", help="pretrained network to train, or to take the word embeddings of a text UT from")
     add("--out", metavar="DIR", help="folder of the runs and of their comparison (runs/NAME)")
 

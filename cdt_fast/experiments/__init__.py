@@ -60,12 +60,13 @@ class Experiment:
         self,
         runs: Sequence[str] | None = None,
         steps: int | None = None,
+        limit: int | None = None,
         seeds: Sequence[int] | None = None,
         layers: Sequence[int] | None = None,
         gammas: Sequence[float] | None = None,
         model: str | None = None,
     ) -> Experiment:
-        """Return the same experiment with some of its runs and cells alone, other steps and seeds, and a network."""
+        """Return the same experiment with some of its runs and cells alone, and other settings."""
         for name in runs or ():
             if name not in self.runs:
                 raise InputError(f"--runs must be of {', '.join(self.runs)}, got {name!r}")
@@ -86,7 +87,8 @@ class Experiment:
             network[self.pretrained] = model
         elif self.preset in PAPER_ROWS and PAPER_ROWS[self.preset].pretrained:
             raise InputError(f"--model is missing, the folder of the network that {self.name} trains")
-        shared = {**self.shared, "model": network, "training": training}
+        evaluation = {**self.shared.get("evaluation", {}), "limit": limit}
+        shared = {**self.shared, "model": network, "training": training, "evaluation": evaluation}
         return replace(self, runs=kept, cells=cells, shared=shared)
 
     def settings(self, run: str, cell: Cell, seed: int, source: str) -> RunSettings:
@@ -127,7 +129,9 @@ class PlannedRun(NamedTuple):
                     "choose another folder with --out"
                 )
         try:
-            done = open_evaluated(self.path).evaluation.finished and (self.path / "report.html").exists()
+            measured, wanted = open_evaluated(self.path).evaluation, self.settings.evaluation
+            done = measured.finished and (measured.gamma, measured.limit) == (wanted.gammas, wanted.limit)
+            done = done and (self.path / "report.html").exists()
         except InputError:  # not evaluated, or before it was trained further, or by an older version
             done = False
         return "done" if done else "begun"

@@ -38,7 +38,7 @@ def forecast(experiment: Experiment, planned: Sequence[PlannedRun]) -> tuple[flo
     for run in progress_bar(planned, desc="forecast", unit="run"):
         kind = run.cell.layers, run.run
         if kind not in known:
-            known[kind] = _times(run, data)
+            known[kind] = _times(run, data.limited(settings.evaluation.limit))
         steps, step, validation, evaluation = known[kind]
         left = steps - saved_step(RunFolder(run.path).checkpoint)
         seconds += left * step + left / run.settings.training.validate_every * validation + evaluation
@@ -74,19 +74,11 @@ def results_table(experiment: Experiment, planned: Sequence[PlannedRun]) -> Tabl
             if len(values) > 1:
                 margin = t_quantile(0.975, len(values) - 1) * statistics.stdev(values) / len(values) ** 0.5
                 shown += f" ±{margin:.3f}"
-            feasible = sum(one.feasible for one in found) if found[0].constrained else None
+            bounds = f"{sum(one.feasible for one in found)} of {len(found)}" * found[0].constrained
             descends = sum(all(ratio is not None and ratio < 1 for ratio in one.layer_ratio) for one in found)
-            paper = cell.paper.get(name)
-            rows.append([
-                name,
-                str(found[0].layers),
-                f"{found[0].training_gamma:g}",
-                "" if paper is None else f"{paper:.3f}",
-                shown,
-                str(len(found)),
-                "" if feasible is None else f"{feasible} of {len(found)}",
-                f"{descends} of {len(found)}",
-            ])  # fmt: skip
+            paper = f"{cell.paper[name]:.3f}" if name in cell.paper else ""
+            shape = str(found[0].layers), f"{found[0].training_gamma:g}"
+            rows.append([name, *shape, paper, shown, str(len(found)), bounds, f"{descends} of {len(found)}"])
     return rows
 
 

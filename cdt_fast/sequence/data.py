@@ -47,6 +47,10 @@ class Splits(NamedTuple):
         """Return how many samples there are."""
         return {"training texts": len(self.train) + len(self.validation), "test texts": len(self.test)}
 
+    def limited(self, limit: int | None) -> Self:
+        """Return the same with the first test samples alone, which are in no order."""
+        return self if limit is None else self._replace(test=self.test[:limit])
+
 
 @dataclass(frozen=True)
 class TextData:
@@ -61,6 +65,9 @@ class TextData:
 
     def __len__(self) -> int:
         return len(self.texts)
+
+    def __getitem__(self, some: slice) -> Self:
+        return self.subset(range(len(self))[some])
 
     def subset(self, indices: Sequence[int]) -> Self:
         """Return the texts with these numbers, in this order."""

@@ -15,7 +15,7 @@ from cdt_fast.files import replaced_atomically, shown
 # Settings that may differ between two resumptions of a run: places, and what can change on the way or comes after it.
 _NOT_OF_THE_RUN = (
     *("source", "model", "embedding", "pretrained", "download", "device", "precision"),
-    *("steps", "epochs", "validate_every", "gammas"),
+    *("steps", "epochs", "validate_every", "gammas", "limit"),
 )
 
 

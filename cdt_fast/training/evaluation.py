@@ -18,7 +18,7 @@ def evaluate_run(folder: RunFolder, settings: RunSettings, task: Task, data: Any
     """Measure the model that a run kept, and write `evaluation.json`; `data`: as `train`."""
     disable_malloc_trim()
     state = load_checkpoint(folder.checkpoint, run=run_identity(settings))
-    data = task.load(settings) if data is None else data
+    data = (task.load(settings) if data is None else data).limited(settings.evaluation.limit)
     saved = state["constraints"]["_extra_state"]
     used = saved["reference"]  # at most the loss of a guess, which only the training knew
     constraints = build_constraints(settings, saved["layers"], used if isinstance(used, float) else None)
@@ -44,6 +44,7 @@ def judged(measured: dict[str, Any], settings: RunSettings, constraints: Descent
         "model": settings.model.model,
         "constrained": settings.constrained,
         "source": settings.data.source,
+        "limit": settings.evaluation.limit,
         **measured,
         "layer_ratio": found["ratio"],
         "rate": constraints.options.rate or [None] * constraints.layers,

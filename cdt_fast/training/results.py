@@ -60,6 +60,7 @@ class Evaluation(Part):
     # On validation data at the last depth: before the training (None: not known), and of the kept model.
     untrained_loss: float | None
     kept_loss: float
+    limit: Count | None = None  # most test samples that were measured; None: all
     success: bool | None = None  # see `training.evaluation.verdict`: of the run alone, with no plain one beside it
     verdict: str = ""
 

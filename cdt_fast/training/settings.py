@@ -134,9 +134,10 @@ class TrainingSettings(Section):
 
 
 class EvaluationSettings(Section):
-    """[evaluation]: the noise levels that are reported."""
+    """[evaluation]: what is measured at the end."""
 
     gammas: Levels = setting([0.25 * step for step in range(9)], "noise levels of the evaluation, ascending")
+    limit: Positive | None = setting(None, "test samples that are measured, for a trial (all)")
 
 
 class RunSettings(BaseModel):

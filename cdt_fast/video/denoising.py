@@ -2,7 +2,6 @@
 
 import os
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -250,10 +249,7 @@ def denoise_video(
     remove_leftovers(target)
     with replaced_atomically(target) as temporary, temporary.open("rb") as locked:
         try_lock(locked)
-        denoised = _with_forecast(
-            denoising.frames(shown), frames.expected or 0, settings.data.window - denoising.shared
-        )
-        written, notes = write_video(temporary, target, denoised, frames)
+        written, notes = write_video(temporary, target, denoising.frames(shown), frames)
     found = float(np.median(denoising.found)) if denoising.found else None
     least, greatest = settings.noise
     if denoising.depth == 0 and settings.crops:
@@ -265,14 +261,3 @@ def denoise_video(
         notes.append(f"the noise, sigma {found:.3g}, is beyond {trained}")
     found_here = {"depth": denoising.depth, "layers": model.layers, "sigma": found}
     return {**written, **found_here, "notes": [*frames.notes, *notes]}
-
-
-def _with_forecast(frames: Iterator[np.ndarray], expected: int, window: int) -> Iterator[np.ndarray]:
-    """Yield frames, and say how long all will take once the first window is there."""
-    begin = time.perf_counter()
-    for number, frame in enumerate(frames):
-        if number == 0 and expected > 2 * window:
-            seconds = (time.perf_counter() - begin) * expected / window
-            left = f"{seconds / 60:.0f} minutes" if seconds > 90 else f"{seconds:.0f} seconds"
-            print(f"cdt-fast: {expected:,} frames, about {left}", file=sys.stderr)
-        yield frame

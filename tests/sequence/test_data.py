@@ -217,6 +217,11 @@ def test_the_share_of_a_part_that_a_file_holds_does_not_matter(tmp_path: Path) -
     write_table(tmp_path / "dev.tsv", count=10, seed=1)
     splits = load("text", tmp_path, validation=0.0)
     assert [len(part) for part in (splits.train, splits.validation, splits.test)] == [72, 10, 8]
+    fewer = splits.limited(5)
+    assert [len(part) for part in fewer[:3]] == [72, 10, 5]
+    assert fewer.test == splits.test.subset(range(5))
+    assert len({*fewer.test.labels}) > 1, "they are in no order"
+    assert len(splits.limited(None).test) == len(splits.limited(99).test) == 8
     with pytest.raises(InputError, match="--test must be a share"):
         load("text", tmp_path, validation=0.0, test=0.0)
     rows = [f"text {number}\t{('neutral', 'entailment')[number % 2]}\tother" for number in range(40)]
@@ -238,6 +243,7 @@ def test_instructions_in_alpaca_s_form(tmp_path: Path) -> None:
         {"instruction": "Wait.", "output": "Ok."},
     ]
     splits = load("lm", write(tmp_path / "alpaca.json", json.dumps(entries)), validation=0.1, test=0.1)
+    assert splits.limited(1).test == splits.test[:1]
     every = sorted([*splits.train, *splits.validation, *splits.test])
     assert every == [Instruction("Add.", "1 and 2", "3 <br />"), ("Sing.", "", "La"), ("Wait.", "", "Ok.")]
     assert splits.num_dropped == 1

@@ -139,13 +139,6 @@ def test_frames_in_memory_are_denoised_as_those_of_a_file(tmp_path: Path) -> Non
         cdt_fast.denoise(gray, sigma=0)
 
 
-def test_a_video_says_how_long_it_will_take(call: Call, tmp_path: Path) -> None:
-    source = encode(tmp_path / "in.mp4", colored(40, 16, 24))
-    answer = call("denoise", source, tmp_path / "out.mp4", "--sigma", 20)
-    assert re.search(r"^cdt-fast: 40 frames, about \d+ seconds$", answer.err, re.MULTILINE), answer
-    assert "frames, about" not in call("denoise", source, tmp_path / "part.mp4", "--frames", ":20").err  # little
-
-
 def test_an_excerpt_is_those_frames_at_their_times(call: Call, tmp_path: Path) -> None:
     frames = np.repeat(scrolling_clip(20, 16, 24)[..., None], 3, 3)
     source, target = encode(tmp_path / "in.mkv", frames, "ffv1", "bgr0"), tmp_path / "out.mp4"

@@ -5,11 +5,12 @@ import os
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -205,6 +206,12 @@ class VideoData:
     sigma: float
     description: str
     sizes: dict[str, int]  # frames of the clips that are for training, and for the test alone
+
+    def limited(self, limit: int | None) -> Self:
+        """Return the same with at most so many test windows, spread over all of them."""
+        test = copy(self.test)
+        test._samples = test._samples[:: max(1, len(test) // (limit or len(test)))][:limit]
+        return replace(self, test=test)
 
 
 def load_video(

@@ -124,6 +124,13 @@ def test_windows_hold_the_frames_they_name(tmp_path):
     assert torch.equal(data.train.augmented([3], [9]), data.train.batch([3]))  # whole frames are trained on as they are
     with pytest.raises(IndexError):
         data.train.batch([len(data.train)])
+    for limit, left in ((None, range(2)), (9, range(2)), (1, [0])):
+        test = data.limited(limit).test
+        assert [test.name(index) for index in range(len(test))] == [data.test.name(index) for index in left]
+    assert len(data.test) == 2
+    alike = load_video(tmp_path / "set", window=1, size=16)
+    test = alike.limited(5).test
+    assert [test.name(index) for index in range(len(test))] == [("3.npy", first) for first in range(0, 10, 2)]
 
 
 def test_sigma_is_of_the_training_frames_alone(tmp_path):
