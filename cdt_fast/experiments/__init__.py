@@ -60,11 +60,11 @@ class Experiment:
         self,
         runs: Sequence[str] | None = None,
         steps: int | None = None,
-        limit: int | None = None,
         seeds: Sequence[int] | None = None,
         layers: Sequence[int] | None = None,
         gammas: Sequence[float] | None = None,
         model: str | None = None,
+        limit: int | None = None,
     ) -> Experiment:
         """Return the same experiment with some of its runs and cells alone, and other settings."""
         for name in runs or ():
