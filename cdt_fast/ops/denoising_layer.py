@@ -65,9 +65,8 @@ def denoising_layer(
     for name, number in given.items():
         common.check_tensor(name, number, 0, "of one number")
         many = name in ("scale", "factor") and number.dim()
-        common.check_shape(
-            name, number, tuple(signal.shape[:-2]) if many else (), "one a sequence" if many else "a number"
-        )
+        expected = (tuple(signal.shape[:-2]), "one a sequence") if many else ((), "a number")
+        common.check_shape(name, number, *expected)
     common.check_together(signal=signal, features=features, dictionary=dictionary, thresholds=thresholds, **given)
     common.refuse_transforms("denoising_layer", signal, features, dictionary, thresholds, *given.values())
     dtype = common.compute_dtype(signal)
@@ -116,6 +115,8 @@ def _attention(features: Tensor, scale: Tensor, self_bias: Tensor) -> Tensor:
 
 # Numbers are β and f of each sequence, `[B, 2]`, parameters δ and κ, `[2]`
 
+_CACHED = 2**18  # numbers of what is computed at once without gradients, as a processor's caches hold
+
 
 def _formula(
     signal: Tensor, features: Tensor, dictionary: Tensor, thresholds: Tensor, numbers: Tensor, parameters: Tensor
@@ -135,12 +136,16 @@ def _inference(
     attention = _attention(features, scale, self_bias)
     left = attention.square().sum(-1, keepdim=True)
     unit, units = left.sqrt() * factor[:, None, None], thresholds.to(wide) / sharpness.sqrt()
-    averaged = (attention / unit).to(signal.dtype) @ signal
-    ratios = averaged @ (dictionary.to(wide) / units).to(signal.dtype)
-    gate = torch.addcmul(-sharpness.to(ratios), ratios, ratios).sigmoid_()
-    tokens = ratios.mul_(gate) @ (dictionary.to(wide) * units).to(signal.dtype).mT
-    variance = left.squeeze(-1) * torch.linalg.vector_norm(gate, dim=-1).to(wide).square()
-    return tokens.mul_(unit.to(tokens)), variance.to(signal.dtype)
+    analysis, synthesis = ((dictionary.to(wide) * each).to(signal.dtype) for each in (1 / units, units))
+    tokens, variance, highest = torch.empty_like(signal), torch.empty_like(left[..., 0]), -sharpness.to(signal)
+    parts = signal, (attention / unit).to(signal.dtype), unit.to(signal.dtype), tokens, variance
+    count = max(1, _CACHED * len(signal) // max(1, signal.numel()))
+    for rows, shares, deviation, found, spread in zip(*(part.split(count) for part in parts), strict=True):
+        ratios = shares @ rows @ analysis
+        gate = torch.addcmul(highest, ratios, ratios).sigmoid_()
+        torch.matmul(ratios.mul_(gate), synthesis.mT, out=found).mul_(deviation)
+        torch.linalg.vector_norm(gate, dim=-1, dtype=wide, out=spread)
+    return tokens, (left.squeeze(-1) * variance.square()).to(signal.dtype)
 
 
 # On a GPU, in one kernel each way

@@ -176,16 +176,14 @@ def denoise(
     if caution:
         warnings.warn(caution, stacklevel=2)
     source = FrameArray(Path("video"), video) if isinstance(video, np.ndarray) else open_source(video)
-    gray = True
+    ranks = set()
 
-    def given() -> Iterator[np.ndarray]:
-        nonlocal gray
-        for frame in source.frames():
-            gray = gray and frame.ndim == 2
-            yield colored(frame)
+    def given(frame: np.ndarray) -> np.ndarray:
+        ranks.add(frame.ndim)
+        return colored(frame)
 
-    frames = np.stack(list(_checked(model, settings, sigma=sigma).frames(given())))
-    return frames[..., 0] if gray else frames
+    frames = np.stack(list(_checked(model, settings, sigma=sigma).frames(map(given, source.frames()))))
+    return frames if 3 in ranks else frames[..., 0]
 
 
 def colored(frame: np.ndarray) -> np.ndarray:

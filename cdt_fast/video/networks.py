@@ -23,8 +23,8 @@ Place = tuple[int, int, int]  # rows, columns and frames that a grid of patches 
 # Trained on clips of several cameras and generated scenes; its README.md says which.
 SHIPPED = Path(__file__).parent / "denoiser"
 _HEAD_WIDTH = 64  # of a ViT with random weights
-# At once in a layer: with more, products on a CPU run out of its caches, with less a GPU is without work.
-_PIXELS_AT_ONCE = {"cpu": 2**20, "cuda": 2**24}
+# At once in a layer: with more, sums on a CPU run out of its caches, with less a GPU is without work.
+_PIXELS_AT_ONCE = {"cpu": 2**21, "cuda": 2**24}
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -135,19 +135,17 @@ def reconstructed(
         view = view.unflatten(2, (-1, data.patch)).unflatten(1, (window // data.patch_frames, -1))
         return view.permute(0, 3, 5, 1, 2, 4, 6)
 
-    def cut(frames: Tensor, some: list[Place], start: int, length: int) -> Tensor:
-        return torch.cat([patches(frames, place, start, length).flatten(4).flatten(0, 2) for place in some])
-
     unit = deviation.clamp(min=LEAST_DEVIATION).to(noisy)[:, None, None, None]
     results, kept = [noisy / unit], list[Any]()
-    first = whole(results[0])
     for level in range(1, stop + 1):
-        estimate = first if level == 1 else whole(results[-1])
-        total, weights = torch.zeros_like(first), torch.zeros_like(first[:, ::cell])
+        estimate = whole(results[-1])
+        total, weights = torch.zeros_like(estimate), torch.zeros_like(estimate[:, ::cell])
         for number, (some, start, length) in enumerate(parts):
-            if len(kept) == number:
-                kept.append(model.refinement(cut(first, some, start, length)))
-            found = kept[number](level, cut(estimate, some, start, length))
+            each = [patches(estimate, place, start, length).flatten(4).flatten(0, 2) for place in some]
+            tokens = torch.cat(each) if each[1:] else each[0]
+            if level == 1:
+                kept.append(model.refinement(tokens))
+            found = kept[number](level, tokens)
             for place, values, weight in zip(some, *(each.chunk(len(some)) for each in found), strict=True):
                 there = patches(total, place, start, length)
                 factor = weight.view(*there.shape[:4], 1, 1, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,11 @@ def written_out(model: DenoisingDUST, level: int, noisy: Tensor, estimate: Tenso
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("level", range(1, LAYERS + 1))
-def test_without_gradients_a_layer_is_as_precise(level: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("cached", [2**18, 1], ids=["together", "one by one"])
+def test_without_gradients_a_layer_is_as_precise(
+    level: int, dtype: torch.dtype, cached: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules["cdt_fast.ops.denoising_layer"], "_CACHED", cached)
     model, (noisy, estimate) = trained(), tokens()
     exact = model.refinement(noisy)(level, estimate)
     narrow = model.to(torch.float32 if dtype == torch.bfloat16 else dtype)
