@@ -98,7 +98,7 @@ class Denoising:
     def _window(self, frames: np.ndarray, copies: float = 1.0) -> Tensor:
         """Denoise a window, in which so many frames are the same one, with the same noise; `[T, h, w, channels]`."""
         channels = frames.shape[-1]
-        if (frames == frames[..., :1]).all():
+        if all((frame == frame[..., :1]).all() for frame in frames):
             # A gray video in a file of colors is one plane: brightness of three would have its noise √3 times.
             frames = frames[..., :1]
         planes = torch.from_numpy(frames).to(device_of(self.model)).permute(3, 0, 1, 2).to(torch.float32) / LEVELS
@@ -126,7 +126,7 @@ class Denoising:
         change = self.plane(half, coarse, copies, few_grids=True) - half
         return plane + torch.nn.functional.interpolate(change, plane.shape[-2:])
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def plane(self, frames: Tensor, sigma: float | None, copies: float = 1.0, *, few_grids: bool = False) -> Tensor:
         """Denoise a plane `[1, T, h, w]` of a window, whose noise in gray levels is estimated where `sigma` is None."""
         data, deviation = self.settings.data, frames.new_zeros(1)
