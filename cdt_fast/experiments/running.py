@@ -50,15 +50,15 @@ def _times(run: PlannedRun, data: Any) -> tuple[int, float, float, float]:
     settings = run.settings
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(RunFolder(folder), settings, task_of(settings), data)
-        autocast, ends = trainer.execution.autocast, []
-        validations = (trainer._validate, lambda: trainer.workload.validation_losses(autocast))
-        for work in (trainer._train_step, *[trainer._train_step] * _TIMED_STEPS, *validations):
+        workload, autocast, ends = trainer.workload, trainer.execution.autocast, []
+        validation = (lambda: workload.validation_losses(autocast), lambda: workload.validation_error(autocast))
+        for work in (*[trainer._train_step] * (1 + _TIMED_STEPS), *validation):
             work()
             trainer.step += 1
             ends.append(time.perf_counter())
-    *steps, validation, level = (end - start for start, end in itertools.pairwise(ends))
+    *steps, level, error = (end - start for start, end in itertools.pairwise(ends))
     evaluation = level * (len(settings.evaluation.gammas) + 1) * len(data.test) / len(data.validation)
-    return trainer.workload.steps, sum(steps) / _TIMED_STEPS, validation, evaluation
+    return workload.steps, sum(steps) / _TIMED_STEPS, level + error, evaluation
 
 
 def results_table(experiment: Experiment, planned: Sequence[PlannedRun]) -> Table:
