@@ -78,7 +78,7 @@ class DenoisingDUST(PretrainedModel):
     def refinement(self, noisy: Tensor) -> Callable[[int, Tensor], tuple[Tensor, Tensor]]:
         """Return a function that runs one layer, from 1 to L, on an estimate E `[B, T, n]` (at first `noisy`, X), in
         units of the noise's deviation, and returns the next one and a weight `[B, T]` of each token in a mean."""
-        common.check_tensor("noisy", noisy, 3, "[B, T, n]", (None, None, self.patch_size), "the model's patch_size")
+        common.check_tensor("noisy", noisy, 3, "[B, T, n]", (None, None, self.patch_size), "as the model's patch")
         mean, dtype = noisy.mean((1, 2), keepdim=True), common.compute_dtype(noisy)
         signal = (noisy - mean).to(dtype)
 

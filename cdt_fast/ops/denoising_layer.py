@@ -115,7 +115,7 @@ def _attention(features: Tensor, scale: Tensor, self_bias: Tensor) -> Tensor:
 
 # Numbers are β and f of each sequence, `[B, 2]`, parameters δ and κ, `[2]`
 
-_CACHED = 2**18  # numbers of what is computed at once without gradients, as a processor's caches hold
+_CACHED = 2**18  # numbers that a CPU computes at once without gradients, as its caches hold; a GPU takes all
 
 
 def _formula(
@@ -139,7 +139,7 @@ def _inference(
     analysis, synthesis = ((dictionary.to(wide) * each).to(signal.dtype) for each in (1 / units, units))
     tokens, variance, highest = torch.empty_like(signal), torch.empty_like(left[..., 0]), -sharpness.to(signal)
     parts = signal, (attention / unit).to(signal.dtype), unit.to(signal.dtype), tokens, variance
-    count = max(1, _CACHED * len(signal) // max(1, signal.numel()))
+    count = max(1, _CACHED * len(signal) // max(1, signal.numel())) if signal.device.type == "cpu" else len(signal)
     for rows, shares, deviation, found, spread in zip(*(part.split(count) for part in parts), strict=True):
         ratios = shares @ rows @ analysis
         gate = torch.addcmul(highest, ratios, ratios).sigmoid_()

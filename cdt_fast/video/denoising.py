@@ -126,7 +126,7 @@ class Denoising:
         change = self.plane(half, coarse, copies, few_grids=True) - half
         return plane + torch.nn.functional.interpolate(change, plane.shape[-2:])
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def plane(self, frames: Tensor, sigma: float | None, copies: float = 1.0, *, few_grids: bool = False) -> Tensor:
         """Denoise a plane `[1, T, h, w]` of a window, whose noise in gray levels is estimated where `sigma` is None."""
         data, deviation = self.settings.data, frames.new_zeros(1)
