@@ -156,7 +156,7 @@ def reconstructed(
             weights[:, : late // cell] += weights[:, window // cell :]
         mean = total[:, :window].unflatten(1, (-1, cell)) / weights[:, : window // cell].unsqueeze(2)
         results.append(mean.flatten(1, 2)[..., top : top + height, left : left + width])
-    return [noisy, *(frames * unit for frames in results[1:])]
+    return [noisy, *(frames * unit for frames in results[max(1, stop) if only_last else 1 :])]
 
 
 class ReconstructionLosses(nn.Module):

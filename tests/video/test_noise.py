@@ -36,3 +36,6 @@ def test_the_noise_is_found_from_the_frames() -> None:
         noise = torch.randn(8, 64, 64, generator=torch.Generator().manual_seed(0))
         assert estimated_noise(torch.linspace(0, 1, 64) + sigma * noise) == pytest.approx(sigma, rel=0.1, abs=1e-6)
     assert estimated_noise(torch.rand(2, 1, 9)) == 0
+    for shape in ((3, 1079, 1921), (600, 3, 1000)):  # where not every pair of rows is taken
+        noise = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        assert estimated_noise(0.1 * noise) == pytest.approx(0.1, rel=0.01)
