@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from cdt_fast.tasks import task_of
-from cdt_fast.training import loop
+from cdt_fast.training import loop, optimizer
 from cdt_fast.training.execution import Execution, precision_of
 from cdt_fast.training.loop import Trainer
 from cdt_fast.training.run_folder import RunFolder
@@ -136,6 +136,8 @@ def meta_trainer(config: VideoSettings, folder: Path, patch: pytest.MonkeyPatch)
     with patch.context() as inside:
         inside.setattr(torch, "Generator", _HostGenerator)
         inside.setattr(loop, "resolve_execution", lambda *_: execution)
+        # Of tensors without values torch has no fused update.
+        inside.setattr(optimizer, "AdamW", lambda trained, fused, **options: torch.optim.AdamW(trained, **options))
         trainer = Trainer(RunFolder.create(folder, config), config, task_of(config), load_data(config))
     frames = config.data.window, config.data.size, config.data.size
     empty = lambda windows: torch.empty((len(windows), *frames), dtype=torch.uint8, device="meta")  # noqa: E731
