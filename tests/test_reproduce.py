@@ -140,6 +140,27 @@ def test_two_processes_share_the_runs_of_a_folder(call: Call, clip: Path, tmp_pa
     assert [row[4] for row in rows[1:]] == [f"{value:.3f}" for value in expected]
 
 
+def test_a_forecast_times_what_takes_equally_long_once(
+    call: Call, clip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_experiment: Path
+) -> None:
+    """Seeds and rates of descent make no difference, constraints do."""
+    timed = []
+
+    def times(run: experiments.PlannedRun, _: Any) -> tuple[int, float, float, float]:
+        timed.append(run.run)
+        return 6, 10.0, 20.0, 40.0  # 6 steps of 10 s, two validations of 20 s, 40 s of evaluation
+
+    def train(*_: Any, **__: Any) -> None:
+        raise loop.Interrupted(2, 3)
+
+    monkeypatch.setattr(running, "_times", times)
+    monkeypatch.setattr(loop, "train", train)
+    tiny_experiment.write_text(tiny_experiment.read_text() + "\n[runs.steep.constraints]\nrate = 0.5\n")
+    answer = call("reproduce", "tiny", clip, "--out", tmp_path / "out")
+    assert timed == ["plain", "constrained"]
+    assert "6 of 6 runs to train: about 14 min" in answer.err
+
+
 def test_another_data_set_is_refused_before_anything_is_trained(
     call: Call, clip: Path, tmp_path: Path, tiny_experiment: Path
 ) -> None:

@@ -34,9 +34,10 @@ def forecast(experiment: Experiment, planned: Sequence[PlannedRun]) -> tuple[flo
         if data.sizes[name] != size:
             found = f"holds {data.sizes[name]:,} {name}, not the {size:,} of {experiment.source}"
             raise InputError(f"{settings.data.source}: {found}")
-    seconds, known = 0.0, dict[Any, tuple[int, float, float, float]]()
+    seconds, known = 0.0, dict[str, tuple[int, float, float, float]]()
     for run in progress_bar(planned, desc="forecast", unit="run"):
-        kind = run.cell.layers, run.run
+        chosen, length = run.settings, run.settings.training.model_copy(update={"seed": 0})
+        kind = repr((chosen.model, chosen.constrained, chosen.objective, length))  # what else they choose takes no time
         if kind not in known:
             known[kind] = _times(run, data.limited(settings.evaluation.limit))
         steps, step, validation, evaluation = known[kind]
