@@ -55,7 +55,10 @@ def measure(network: Network, test: EncodedSamples, settings: SequenceSettings) 
     network.model.to(device).eval()
     # Of 2,500 reviews at most three are read otherwise; the losses that the bounds are of stay in float32.
     narrow = not use_cuda and settings.training.precision == "auto" and cpu_has_bf16_products()
-    found: dict[float, list[Any]] = {gamma: [] for gamma in (*levels, training_gamma)}
+    # Losses and right answers of all texts, not of each batch: small tensors that stay between large ones of changing
+    # sizes cut up the heap, to 15 GiB for 25,000 reviews.
+    empty = torch.zeros((network.layers + 1, 2, len(test)), dtype=torch.float64, device=device)
+    found = {gamma: empty.clone() for gamma in (*levels, training_gamma)}
     size = settings.training.batch if test.targets[0].dim() else max(settings.training.batch, _TEXTS_AT_ONCE)
     by_length: dict[int, list[int]] = {}  # texts of one length together, without padding
     for index, row in enumerate(test.rows):
@@ -64,23 +67,19 @@ def measure(network: Network, test: EncodedSamples, settings: SequenceSettings) 
     with progress_bar(total=len(test), desc="evaluate", unit="sample") as bar, network.perturbed(settings) as noise:
         for chosen in groups:
             inputs, targets = test.batch(chosen, network.padding_id, device)
-            noise.samples = torch.tensor(chosen, device=device)  # the noise of a text, up to its strength, is one
+            places = noise.samples = torch.tensor(chosen, device=device)  # a text's noise, up to its strength, is one
             # The label of a token is the next one, as language models shift them.
             labels = targets if targets.dim() == 1 else nn.functional.pad(targets, (0, 1), value=IGNORED)[:, 1:]
             labels = labels.view(len(labels), -1)
-            for noise.gamma, parts in found.items():
-                # Depth by depth: a language model's logits are too large to be held for all depths at once.
+            for noise.gamma, values in found.items():
                 with torch.autocast(device.type, torch.bfloat16, enabled=narrow and noise.gamma != training_gamma):
-                    depths = [_read(logits.flatten(0, -2), labels) for logits in network.depth_logits(inputs)]
-                parts.append([*map(torch.stack, zip(*depths, strict=True)), (labels != IGNORED).sum(1)])
+                    for value, logits in zip(values, network.depth_logits(inputs), strict=True):
+                        value[:, places] = _read(logits.flatten(0, -2), labels)
             bar.update(len(chosen))
-    sums, correct, counts = {}, {}, torch.zeros(0)
-    for gamma, parts in found.items():  # `[L+1, samples]` each, and `[samples]`
-        sums[gamma], right, counts = (torch.cat(part, -1).cpu() for part in zip(*parts, strict=True))
-        correct[gamma] = right.sum(1).tolist()
-    answers = int(counts.sum())
-    losses = {gamma: (sums[gamma].sum(1) / answers).tolist() for gamma in found}
-    accuracy = [correct[gamma][-1] / answers for gamma in levels]
+    counts, sums = torch.tensor(test.counts), found[training_gamma][:, 0].cpu()
+    answers = sum(test.counts)
+    means = {gamma: (values.sum(2) / answers).T.tolist() for gamma, values in found.items()}
+    accuracy = [means[gamma][1][-1] for gamma in levels]
     square = 1.959963984540054**2 / answers  # the normal quantile of 97.5 %, for Wilson's interval
     area = sum((g1 - g0) * (a0 + a1) / 2 for (g0, a0), (g1, a1) in pairwise(zip(levels, accuracy, strict=True)))
     return {
@@ -91,22 +90,22 @@ def measure(network: Network, test: EncodedSamples, settings: SequenceSettings) 
         "accuracy": accuracy,
         "accuracy_margin": [math.sqrt(square * (a * (1 - a) + square / 4)) / (1 + square) for a in accuracy],
         "auc": area if len(levels) > 1 else None,
-        "depth_accuracy": [[right / answers for right in correct[gamma]] for gamma in levels],
-        "depth_loss": [losses[gamma] for gamma in levels],
+        "depth_accuracy": [means[gamma][1] for gamma in levels],
+        "depth_loss": [means[gamma][0] for gamma in levels],
         "training_gamma": training_gamma,
-        "layer_loss": losses[training_gamma],
-        "layer_loss_margin": mean_margin(sums[training_gamma], counts),
-        "per_sample": per_sample_statistics(sums[training_gamma] / counts),
+        "layer_loss": means[training_gamma][0],
+        "layer_loss_margin": mean_margin(sums, counts),
+        "per_sample": per_sample_statistics(sums / counts),
         "parameters": sum(parameter.numel() for parameter in network.model.parameters()),
     }
 
 
-def _read(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the samples' sums of the loss `[B]` in float64, and how many of their answers are right, at one depth."""
+def _read(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return `[2, B]`: the samples' sums of the loss in float64, and how many answers are right, at one depth."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     losses = nn.functional.cross_entropy(logits, labels.flatten(), reduction="none", ignore_index=IGNORED)
     right = logits.argmax(-1).view(labels.shape) == labels  # no answer is −100
-    return losses.view(labels.shape).sum(1, dtype=torch.float64), right.sum(1)
+    return torch.stack([losses.view(labels.shape).sum(1, dtype=torch.float64), right.sum(1)])
 
 
 def accuracy_table(runs: Sequence[EvaluatedRun], heading: str) -> Table:
