@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 from collections.abc import Sequence
@@ -202,7 +203,15 @@ def test_the_evaluation_of_a_text_ut_is_that_of_a_loop_over_texts() -> None:
     measuring = {"evaluation": {"gammas": [0.0, 0.5, 2.0]}, "training": {"batch": 7, "device": "cpu"}}
     settings = TextSettings.chosen({"data": {"gamma": 0.75}, **measuring})
     network = UnrolledNetwork(model, SimpleNamespace(pad_token_id=PAD, eos_token_id=None))
-    found = measure(network, samples, settings)
+    alive: list[int] = []
+
+    def count(*_: Any) -> None:
+        gc.collect()
+        alive.append(sum(issubclass(type(found), Tensor) for found in gc.get_objects()))
+
+    with model.embedding.register_forward_pre_hook(count):
+        found = measure(network, samples, settings)
+    assert max(alive[-16:]) <= min(alive[-16:]) + 1, "no tensor of a batch stays until the next one, of another size"
     assert not model.training
     table = model.embedding.weight.detach()
     std, losses = math.sqrt(((table - table.mean()) ** 2).mean()), {}
