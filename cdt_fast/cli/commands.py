@@ -2,7 +2,6 @@
 
 import argparse
 import itertools
-import os
 import shlex
 import sys
 import time
@@ -170,7 +169,6 @@ def denoise(options: argparse.Namespace) -> None:
 
 def demo(options: argparse.Namespace) -> None:
     """Show what the package is worth."""
-    _silence_torch()
     from cdt_fast import demo as shown
 
     shown.run(options.clip, Path(options.out))
@@ -178,15 +176,9 @@ def demo(options: argparse.Namespace) -> None:
 
 def bench(options: argparse.Namespace) -> int:
     """Run the bench."""
-    _silence_torch()
     from cdt_fast.bench.run import run_command
 
     return run_command(options)
-
-
-def _silence_torch() -> None:
-    """Keep torch's own logs off the terminal; read when torch is imported."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 def info(options: argparse.Namespace) -> None:
