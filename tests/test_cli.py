@@ -241,6 +241,17 @@ def test_the_version_is_that_of_the_package(call: Call) -> None:
     assert module.stdout == f"cdt-fast {cdt_fast.__version__}\n"
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="GNU OpenMP")
+def test_threads_that_wait_do_not_spin_for_long() -> None:
+    """Set before torch is imported, when GNU OpenMP reads it and, if asked, shows what it read."""
+    given = {name: value for name, value in os.environ.items() if not name.startswith(("GOMP_", "OMP_"))}
+    for more, expected in (({}, "1000"), ({"GOMP_SPINCOUNT": "77"}, "77")):
+        environment = {**given, **more, "OMP_DISPLAY_ENV": "verbose"}
+        call = [sys.executable, "-m", "cdt_fast", "info"]
+        shown = subprocess.run(call, env=environment, capture_output=True, text=True, check=True).stderr
+        assert f"GOMP_SPINCOUNT = '{expected}'" in shown
+
+
 def test_an_evaluation_from_before_more_training_is_not_compared(call: Call, copied_run: RunFolder) -> None:
     evaluation = read_json(copied_run.evaluation)
     write_json(copied_run.evaluation, {**evaluation, "trained_steps": 26})
