@@ -34,9 +34,8 @@ def entries(folder: Path) -> list[Path]:
 
 def _is_junk(path: Path) -> bool:
     name = path.name.casefold()
-    if name.startswith(".") or name.endswith(("~", ".mat")) or name in _LITTER:
-        return True
-    return (name.endswith("_gt") or name.startswith(_ANNOTATION_FOLDERS)) and path.is_dir()
+    annotations = name.endswith("_gt") or name.startswith(_ANNOTATION_FOLDERS)
+    return name.startswith(".") or name.endswith(("~", ".mat")) or name in _LITTER or (annotations and path.is_dir())
 
 
 def images(folder: Path) -> list[Path]:

@@ -14,12 +14,10 @@ _HEAD = """<!doctype html>
 body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 70rem; margin: auto; padding: 0 1rem 2rem; color: #222 }}
 table {{ border-collapse: collapse; font-size: .875rem; font-variant-numeric: tabular-nums }}
 td, th {{ padding: .2rem .6rem; text-align: right; border-bottom: 1px solid #ddd }}
-td {{ white-space: nowrap }}
 td:first-child, th:first-child {{ text-align: left; padding-left: 0 }}
-th {{ vertical-align: bottom }}
+td {{ white-space: nowrap }} th {{ vertical-align: bottom }}
 .wide, figure {{ overflow-x: auto; margin: 1rem 0 }}
-img {{ max-width: 100%; min-width: 36rem }}
-figcaption {{ color: #555 }}
+img {{ max-width: 100%; min-width: 36rem }} figcaption {{ color: #555 }}
 code {{ background: #f3f3f3; padding: .1rem .3rem; overflow-wrap: anywhere }}
 </style>
 <h1>{title}</h1>

@@ -241,6 +241,19 @@ def test_the_version_is_that_of_the_package(call: Call) -> None:
     assert module.stdout == f"cdt-fast {cdt_fast.__version__}\n"
 
 
+def test_a_denoiser_out_of_memory_has_no_batch_to_make_smaller(
+    call: Call, clip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def exhausted(*_: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr("cdt_fast.video.denoising.Denoising.plane", exhausted)
+    answer = call("denoise", clip, tmp_path / "clean.mp4")
+    assert answer.status == 2
+    assert answer.err.splitlines()[-1] == "cdt-fast: out of memory"
+    assert not (tmp_path / "clean.mp4").exists()
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="GNU OpenMP")
 def test_threads_that_wait_do_not_spin_for_long() -> None:
     """Set before torch is imported, when GNU OpenMP reads it and, if asked, shows what it read."""

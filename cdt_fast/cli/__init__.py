@@ -47,7 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, MemoryError) and not any(words in str(error) for words in _OUT_OF_MEMORY):
             raise
-        _say("out of memory; a smaller --batch needs less, with a larger --accumulate for the same steps")
+        smaller = "; a smaller --batch needs less, with a larger --accumulate for the same steps"
+        _say("out of memory" + smaller * hasattr(options, "task"))
     except Interrupted as stop:
         _say(f"{stop}; continue with: {options.again}")
         return 128 + stop.signal_number

@@ -46,8 +46,7 @@ def train(options: argparse.Namespace) -> None:
 
 
 def _free_folder(settings: RunSettings) -> Path:
-    kind = "constrained" if settings.constrained else "unconstrained"
-    name = f"{Path(settings.data.source).stem}-{kind}"
+    name = f"{Path(settings.data.source).stem}-{'' if settings.constrained else 'un'}constrained"
     folders = (Path("runs") / (name if number == 1 else f"{name}-{number}") for number in itertools.count(1))
     return next(folder for folder in folders if not folder.exists())
 

@@ -32,6 +32,7 @@ from cdt_fast.video.writing import check_target, remove_leftovers, write_video
 
 # Noise estimated of a plane, as a share of that at half its size: twice of white noise, nothing of repeated pixels.
 _ENLARGED = 0.1
+_PIXELS_AT_ONCE = 2**24  # of the frames of a window, for which the layers take 2 GiB
 _LONGER = 1.5  # windows than in training: .13 dB better, and fewer of them; twice as long they lose where much moves
 _halved = partial(torch.nn.functional.avg_pool2d, kernel_size=2, ceil_mode=True)
 
@@ -48,11 +49,6 @@ class Denoising:
     sigma: float | None = None
     found: list[float] = field(default_factory=list)  # the estimates, in gray levels
 
-    @property
-    def shared(self) -> int:
-        """Return the frames that two windows share: of crops, as these are best in the middle of a window."""
-        return self.settings.data.patch_frames // 2 if self.settings.crops else 0
-
     def frames(self, frames: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
         """Yield the denoised frames, uint8 `[h, w, channels]`, one for each of `frames`."""
         for frame in self._joined(frames, self._window):
@@ -68,8 +64,9 @@ class Denoising:
 
     def _joined(self, frames: Iterable[np.ndarray], denoised: Callable[..., Tensor]) -> Iterator[Tensor]:
         """Yield what `denoised` makes of windows, of frames in two of them a mixture."""
-        size, trained, shared = self.settings.data.patch_frames, self.settings.data.window, self.shared
-        length = int(_LONGER * trained) // size * size if self.settings.crops else trained
+        size, trained = self.settings.data.patch_frames, self.settings.data.window
+        # Of crops two windows share frames, as these are best in the middle of one.
+        length, shared = (int(_LONGER * trained) // size * size, size // 2) if self.settings.crops else (trained, 0)
         rest = iter(frames)
         begin = list(islice(rest, 2 * length - shared))
         count = len(begin)  # short clips have short windows, or two as long as each other
@@ -146,8 +143,16 @@ class Denoising:
         # Narrow products move no level's PSNR by more than a hundredth of a dB.
         narrow = torch.float16 if frames.is_cuda else torch.bfloat16
         enabled = frames.is_cuda or (self.settings.crops and cpu_has_bf16_products())
+        # Of large frames a band of rows at a time, with as much around it as the layers see, a patch less a pixel each.
+        around, most = self.depth * data.patch, _PIXELS_AT_ONCE // frames[..., 0, :].numel() // data.patch * data.patch
+        rows, shown = max(data.patch, most) if self.settings.crops else frames.shape[-2], []
         with torch.autocast(frames.device.type, narrow, enabled=enabled):
-            return reconstructed(self.model, self.settings, frames, deviation, self.depth, True, few_grids)[-1]
+            for start in range(0, frames.shape[-2], rows):
+                first = max(0, start - around)
+                band = frames[..., first : start + rows + around, :]
+                found = reconstructed(self.model, self.settings, band, deviation, self.depth, True, few_grids)[-1]
+                shown.append(found[..., start - first : start - first + rows, :])
+        return torch.cat(shown, -2)
 
 
 def open_denoiser(run: str | os.PathLike[str] | None) -> tuple[Denoiser, VideoSettings, str]:

@@ -191,6 +191,20 @@ def test_windows_share_frames(count: int) -> None:
     torch.testing.assert_close(denoising.luma(noisy), expected)
 
 
+@pytest.mark.parametrize("few", [False, True])
+def test_large_frames_are_denoised_by_bands_of_rows(monkeypatch: pytest.MonkeyPatch, few: bool) -> None:
+    """A layer sees no further than its patches reach, and so a band with enough around it is as the whole."""
+    settings = VideoSettings.chosen({"model": {"layers": 3}})
+    model, noisy = build_network(settings), torch.rand(1, 8, 85, 40, generator=torch.Generator().manual_seed(0))
+    for depth in (1, 3):
+        denoising = Denoising(model, settings, depth, 20.0)
+        whole = denoising.plane(noisy, 20.0, few_grids=few)
+        for rows in (1, 16, 84):
+            monkeypatch.setattr("cdt_fast.video.denoising._PIXELS_AT_ONCE", rows * 8 * 40)
+            torch.testing.assert_close(denoising.plane(noisy, 20.0, few_grids=few), whole, rtol=0, atol=2e-6)
+        monkeypatch.undo()
+
+
 @pytest.mark.parametrize("pixels", ["bgr0", "yuv420p"])
 def test_the_noise_of_color_is_found_and_removed_at_half_its_resolution_too(tmp_path: Path, pixels: str) -> None:
     settings = VideoSettings.chosen({"model": {"layers": 3}})
