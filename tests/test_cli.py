@@ -258,7 +258,7 @@ def test_a_denoiser_out_of_memory_has_no_batch_to_make_smaller(
 def test_threads_that_wait_do_not_spin_for_long() -> None:
     """Set before torch is imported, when GNU OpenMP reads it and, if asked, shows what it read."""
     given = {name: value for name, value in os.environ.items() if not name.startswith(("GOMP_", "OMP_"))}
-    for more, expected in (({}, "1000"), ({"GOMP_SPINCOUNT": "77"}, "77")):
+    for more, expected in (({}, "4000"), ({"GOMP_SPINCOUNT": "77"}, "77")):
         environment = {**given, **more, "OMP_DISPLAY_ENV": "verbose"}
         call = [sys.executable, "-m", "cdt_fast", "info"]
         shown = subprocess.run(call, env=environment, capture_output=True, text=True, check=True).stderr

@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = argparse.Namespace(hint="")
     # Read when torch is imported. Beside another busy process threads that wait for each other without a pause are ten
     # times as slow; and torch's own logs are not for this terminal.
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    os.environ.setdefault("GOMP_SPINCOUNT", "4000")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         # Here, where a signal is one line too: the settings of all tasks take a moment.
