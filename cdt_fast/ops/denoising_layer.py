@@ -115,7 +115,7 @@ def _attention(features: Tensor, scale: Tensor, self_bias: Tensor) -> Tensor:
 
 # Numbers are β and f of each sequence, `[B, 2]`, parameters δ and κ, `[2]`
 
-_CACHED = 2**18  # numbers that a CPU computes at once without gradients, as its caches hold; a GPU takes all
+_CACHED = 2**17  # numbers that a CPU computes at once without gradients, as its caches hold; a GPU takes all
 
 
 def _formula(
@@ -140,9 +140,13 @@ def _inference(
     tokens, variance, highest = torch.empty_like(signal), torch.empty_like(left[..., 0]), -sharpness.to(signal)
     parts = signal, (attention / unit).to(signal.dtype), unit.to(signal.dtype), tokens, variance
     count = max(1, _CACHED * len(signal) // max(1, signal.numel())) if signal.device.type == "cpu" else len(signal)
+    # The same memory for all, which is in the caches: products write into it a sixth faster.
+    widths = (signal.shape[2], *2 * analysis.shape[1:])
+    means, codes, gates = (signal.new_empty(count, signal.shape[1], width) for width in widths)
     for rows, shares, deviation, found, spread in zip(*(part.split(count) for part in parts), strict=True):
-        ratios = shares @ rows @ analysis
-        gate = torch.addcmul(highest, ratios, ratios).sigmoid_()
+        mean, ratios, gate = (each[: len(rows)] for each in (means, codes, gates))
+        torch.matmul(torch.matmul(shares, rows, out=mean), analysis, out=ratios)
+        torch.addcmul(highest, ratios, ratios, out=gate).sigmoid_()
         torch.matmul(ratios.mul_(gate), synthesis.mT, out=found).mul_(deviation)
         torch.linalg.vector_norm(gate, dim=-1, dtype=wide, out=spread)
     return tokens, (left.squeeze(-1) * variance.square()).to(signal.dtype)

@@ -13,7 +13,7 @@ from cdt_fast.training.settings import RunSettings
 from cdt_fast.training.task import Task, Workload
 
 _PRODUCTS = {"bf16": "products in bfloat16, weights and sums in float32", "fp32": "float32", "ieee": "IEEE float32"}
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 
 
 @dataclass(frozen=True)
@@ -72,4 +72,6 @@ def disable_malloc_trim() -> bool:
     """Make glibc reuse the memory of freed tensors, and say whether that could be set (glibc on Linux)."""
     # By default tensors of 32 MiB and more are mapped anew, whose page faults can cost more than the product in them.
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform.startswith("linux") else None
-    return mallopt is not None and bool(mallopt(_M_MMAP_THRESHOLD, 1 << 30) and mallopt(_M_TRIM_THRESHOLD, 2**31 - 1))
+    # Those of threads would be in arenas, where the thresholds do not hold.
+    wanted = {_M_MMAP_THRESHOLD: 1 << 30, _M_TRIM_THRESHOLD: 2**31 - 1, _M_ARENA_MAX: 1}
+    return mallopt is not None and all(mallopt(*each) for each in wanted.items())

@@ -1,7 +1,11 @@
 """The networks that denoise video: patches on one grid, or the mean over shifted grids, and their losses."""
 
 import math
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from functools import partial, reduce
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +28,7 @@ Place = tuple[int, int, int]  # rows, columns and frames that a grid of patches 
 SHIPPED = Path(__file__).parent / "denoiser"
 _HEAD_WIDTH = 64  # of a ViT with random weights
 # At once in a layer: with more, sums on a CPU run out of its caches, with less a GPU is without work.
-_PIXELS_AT_ONCE = {"cpu": 2**21, "cuda": 2**24}
+_PIXELS_AT_ONCE = {"cpu": 2**20, "cuda": 2**24}
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -83,6 +87,29 @@ def training_input(frames: Tensor, settings: VideoSettings) -> Tensor:
     return frames if settings.crops else tokens_of(frames, settings)
 
 
+@contextmanager
+def _workers(wanted: bool) -> Iterator[tuple[int, Callable[..., Iterable[Any]]]]:
+    """Yield how many threads of Python there are, without gradients, and `map` over them: two, with half of torch's
+    threads each, wait for each other once a layer, not in every operation."""
+    threads = torch.get_num_threads()
+    if not wanted or threads < 2:
+        yield 1, map
+        return
+    dtype, narrow = torch.get_autocast_dtype("cpu"), torch.is_autocast_enabled("cpu")
+
+    def begin() -> None:  # these settings are those of a thread
+        torch.set_num_threads(threads // 2)
+        torch.set_grad_enabled(False)
+        torch.set_autocast_dtype("cpu", dtype)
+        torch.set_autocast_enabled("cpu", narrow)
+
+    try:
+        with ThreadPoolExecutor(2, initializer=begin) as pool:
+            yield 2, pool.map
+    finally:
+        torch.set_num_threads(threads)  # for threads to come
+
+
 def reconstructed(
     model: Denoiser,
     settings: VideoSettings,
@@ -97,12 +124,17 @@ def reconstructed(
     In a network for crops, which is told the noise's `deviation` `[b]`, each is the weighted mean over shifted grids of
     patches, which the next layer starts from, and depth 0 is the input; the paper's networks have one grid. At the
     borders frames are continued by their mirror image, and at the end of the window by its begin: a mirror image would
-    have the same noise in one patch twice. `few_grids`: as in `VideoSettings.grid_places`; `only_last`: the last of
-    these depths is enough.
+    have the same noise in one patch twice. `only_last`: the last of these depths is enough, and so are four grids in
+    layers between the first and the last, and six in that, if every other layer has its grids between those of the
+    former; `few_grids`: four in all.
     """
     stop, data, (height, width) = model.layers if depth is None else depth, settings.data, noisy.shape[-2:]
-    places = settings.grid_places(few_grids) if isinstance(model, DenoisingDUST) else [(0, 0, 0)]
-    top, left, late = (max(along) for along in zip(*places, strict=True))
+    counts = [4 if few_grids else 8] * stop  # of grids of each layer
+    if only_last and not few_grids:
+        counts = [8, *[4] * (stop - 2), 6][:stop]
+    grids = [settings.grid_places(count, only_last and level % 2 == 1) for level, count in enumerate(counts)]
+    grids = grids if isinstance(model, DenoisingDUST) else []
+    top, left, late = (max(along) for along in zip((0, 0, 0), *chain(*grids), strict=True))
     rows, columns = (-(-length // data.patch) * data.patch for length in (height + top, width + left))
 
     def whole(frames: Tensor) -> Tensor:  # a grid that is moved by (row, column) starts at (top - row, left - column)
@@ -116,17 +148,12 @@ def reconstructed(
         shown = (from_patches(output, tuple(given.shape), data.patch, settings.sequence) for output in outputs)
         return [frames[..., :height, :width] for frames in shown]
 
-    window = noisy.shape[1]
+    window, cpu = noisy.shape[1], noisy.device.type == "cpu" and not torch.is_grad_enabled()
     cell = math.gcd(data.patch_frames, late)  # frames of one weight
     # Whole grids together, as many as fit; else bands of a grid.
-    most = _PIXELS_AT_ONCE["cpu" if noisy.device.type == "cpu" and not torch.is_grad_enabled() else "cuda"]
+    most = _PIXELS_AT_ONCE["cpu" if cpu else "cuda"]
     together = max(1, most // (noisy.numel() // (height * width) * rows * columns))
     band = max(1, most // (noisy.numel() // (height * width) * data.patch * columns)) * data.patch
-    parts = [
-        (places[first : first + together], start, min(band, rows - start))
-        for first in range(0, len(places), together)
-        for start in range(0, rows, band)
-    ]
 
     def patches(frames: Tensor, place: Place, start: int, length: int, cell: int = 1) -> Tensor:
         """Return a view of a band of a grid's patches, [b, rows, columns, times, frames, patch, patch]."""
@@ -135,27 +162,46 @@ def reconstructed(
         view = view.unflatten(2, (-1, data.patch)).unflatten(1, (window // data.patch_frames, -1))
         return view.permute(0, 3, 5, 1, 2, 4, 6)
 
+    def tokens_of_band(frames: Tensor, some: list[Place], start: int, length: int) -> Tensor:
+        each = [patches(frames, place, start, length).flatten(4).flatten(0, 2) for place in some]
+        return torch.cat(each) if each[1:] else each[0]
+
     unit = deviation.clamp(min=LEAST_DEVIATION).to(noisy)[:, None, None, None]
-    results, kept = [noisy / unit], list[Any]()
-    for level in range(1, stop + 1):
-        estimate = whole(results[-1])
+    results, refinements = [noisy / unit], dict[Any, Any]()
+    given = whole(results[0])
+
+    def sums(level: int, estimate: Tensor, parts: list[tuple[list[Place], int, int]]) -> tuple[Tensor, Tensor]:
+        """Return the weighted sum of the patches of some parts of a layer, and that of the weights."""
         total, weights = torch.zeros_like(estimate), torch.zeros_like(estimate[:, ::cell])
-        for number, (some, start, length) in enumerate(parts):
-            each = [patches(estimate, place, start, length).flatten(4).flatten(0, 2) for place in some]
-            tokens = torch.cat(each) if each[1:] else each[0]
+        for some, start, length in parts:
+            tokens, key = tokens_of_band(estimate, some, start, length), (*some, start)
             if level == 1:
-                kept.append(model.refinement(tokens))
-            found = kept[number](level, tokens)
+                refinements[key] = model.refinement(tokens)
+            refine = refinements.get(key) or model.refinement(tokens_of_band(given, some, start, length))
+            found = refine(level, tokens)
             for place, values, weight in zip(some, *(each.chunk(len(some)) for each in found), strict=True):
                 there = patches(total, place, start, length)
                 factor = weight.view(*there.shape[:4], 1, 1, 1)
                 there.addcmul_(values.view(there.shape), factor)
                 patches(weights, place, start, length, cell).add_(factor)
-        if late:
-            total[:, :late] += total[:, window:]
-            weights[:, : late // cell] += weights[:, window // cell :]
-        mean = total[:, :window].unflatten(1, (-1, cell)) / weights[:, : window // cell].unsqueeze(2)
-        results.append(mean.flatten(1, 2)[..., top : top + height, left : left + width])
+        return total, weights
+
+    with _workers(cpu) as (workers, run):
+        for level, places in enumerate(grids, 1):
+            parts = [
+                (places[first : first + together], start, min(band, rows - start))
+                for first in range(0, len(places), together)
+                for start in range(0, rows, band)
+            ]
+            estimate = whole(results[-1]) if level > 1 else given
+            shares = (parts[worker::workers] for worker in range(workers))
+            found = zip(*run(partial(sums, level, estimate), shares), strict=True)
+            total, weights = (reduce(Tensor.add_, each) for each in found)
+            if late:
+                total[:, :late] += total[:, window:]
+                weights[:, : late // cell] += weights[:, window // cell :]
+            mean = total[:, :window].unflatten(1, (-1, cell)) / weights[:, : window // cell].unsqueeze(2)
+            results.append(mean.flatten(1, 2)[..., top : top + height, left : left + width])
     return [noisy, *(frames * unit for frames in results[max(1, stop) if only_last else 1 :])]
 
 

@@ -124,14 +124,19 @@ class VideoSettings(shared.RunSettings):
         if self.crops and self.noise[1] == 0:
             raise InputError("[data] gamma is 0, and a network for crops works in units of the noise: give one above 0")
 
-    def grid_places(self, few: bool = False) -> list[tuple[int, int, int]]:
-        """Return rows, columns and frames by which the grids of a denoiser of crops are moved, half of them by half a
-        patch in time: every other one of 4 x 4 grids, like the squares of one color of a chessboard, nearly as good as
-        all sixteen, or with `few` one in each row and column of these."""
+    def grid_places(self, count: int = 8, moved: bool = False) -> list[tuple[int, int, int]]:
+        """Return rows, columns and frames by which 8, 6 or 4 grids of a denoiser of crops are moved, half of them by
+        half a patch in time: of 4 x 4 every other one, like the squares of one color of a chessboard, nearly as good
+        as all sixteen; six of these; or one in each row and column. `moved`: they start between those."""
         side, late = self.data.patch, self.data.patch_frames // 2
-        every_other = [(row, column) for row in range(4) for column in range(row % 2, 4, 2)]
-        places = [(0, 0), (1, 2), (2, 1), (3, 3)] if few else every_other
-        return [(side * row // 4, side * column // 4, late * (column // 2)) for row, column in places]
+        places = [(row, column) for row in range(4) for column in range(row % 2, 4, 2)]
+        some = [places[index] for index in (0, 1, 3, 4, 6, 7)]
+        places = {8: places, 6: some, 4: [(0, 0), (1, 2), (2, 1), (3, 3)]}[count]
+        down, right = (side // 8, 3 * side // 8) if moved else (0, 0)
+        return [
+            ((side * row // 4 + down) % side, (side * column // 4 + right) % side, column // 2 * late)
+            for row, column in places
+        ]
 
     @property
     def crops(self) -> bool:

@@ -108,21 +108,24 @@ def test_depth_0_is_no_exit_of_the_denoiser() -> None:
     assert plain.coefficients == [0, 1, 1, 1]
 
 
-def test_grids_are_every_other_one_or_one_in_each_row_and_column() -> None:
+def test_grids_are_every_other_one_or_one_in_each_row_and_column_or_between_those() -> None:
     places = [(0, 0, 0), (0, 4, 2), (2, 2, 0), (2, 6, 2), (4, 0, 0), (4, 4, 2), (6, 2, 0), (6, 6, 2)]
     assert denoiser().grid_places() == places
-    assert denoiser().grid_places(few=True) == [(0, 0, 0), (2, 4, 2), (4, 2, 0), (6, 6, 2)]
+    assert denoiser().grid_places(6) == [places[index] for index in (0, 1, 3, 4, 6, 7)]
+    assert denoiser().grid_places(4) == [(0, 0, 0), (2, 4, 2), (4, 2, 0), (6, 6, 2)]
+    assert denoiser().grid_places(4, moved=True) == [(1, 3, 0), (3, 7, 2), (5, 5, 0), (7, 1, 2)]
 
 
-def test_every_layer_starts_from_the_weighted_mean_over_grids() -> None:
-    settings = denoiser()
+@pytest.mark.parametrize("grids", [[(8, False)] * 3, [(8, False), (4, True), (6, False)]])
+def test_every_layer_starts_from_the_weighted_mean_over_grids(grids: list[tuple[int, bool]]) -> None:
+    settings, denoised = denoiser(), grids[1:] != grids[:-1]
     network = network_of(settings)
     noisy, _, deviation = windows(3)
     unit = deviation[:, None, None, None]
     expected = noisy / unit
-    for level in (1, 2):
+    for level, chosen in enumerate(grids, 1):
         total, weights = torch.zeros_like(noisy), torch.zeros_like(noisy)
-        for top, left, late in settings.grid_places():
+        for top, left, late in settings.grid_places(*chosen):
             sides = (left, 8 - left, top, 8 - top)
             moved, given = (continued(frames.roll(-late, 1), sides) for frames in (noisy / unit, expected))
             tokens, estimate = (to_patches(frames, 8, "time", 4) for frames in (moved, given))
@@ -133,10 +136,30 @@ def test_every_layer_starts_from_the_weighted_mean_over_grids() -> None:
                 sums += frames[..., top : top + 16, left : left + 16].roll(late, 1)
         expected = total / weights
         assert weights.std() > 0.01 * weights.mean()
-    depths = reconstructed(network, settings, noisy, deviation, depth=2)
-    assert len(depths) == 3
-    torch.testing.assert_close(depths[2], expected * unit, rtol=1e-5, atol=1e-6)
+    depths = reconstructed(network, settings, noisy, deviation, 3, only_last=denoised)
+    assert len(depths) == 2 if denoised else 4
+    torch.testing.assert_close(depths[-1], expected * unit, rtol=1e-5, atol=1e-6)
     assert torch.equal(depths[0], noisy)
+
+
+def test_two_threads_denoise_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(networks, "_PIXELS_AT_ONCE", {"cpu": 1})
+    settings = denoiser()
+    network, (noisy, _, deviation) = network_of(settings), windows(3)
+    found, threads = [], torch.get_num_threads()
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            with torch.no_grad():
+                found.append(reconstructed(network, settings, noisy, deviation, only_last=True)[-1])
+            with torch.autocast("cpu", torch.bfloat16), networks._workers(True) as (workers, run):
+                narrow = list(run(lambda _: torch.is_autocast_enabled("cpu"), range(2)))
+            assert workers == count
+            assert all(narrow)
+            assert torch.get_num_threads() == count
+    finally:
+        torch.set_num_threads(threads)
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
 
 
 def test_grids_that_go_through_together_give_what_they_give_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +189,7 @@ def test_the_losses_of_overlapping_grids_are_those_of_what_is_denoised() -> None
     noisy, clean, deviation = windows(2)
     total, found = ReconstructionLosses(network, None, settings)(noisy, clean, deviation, (0.0, 1.0, 0.0, 2.0))
     for depth in range(4):
-        frames = reconstructed(network, settings, noisy, deviation, depth, only_last=True)[-1]
+        frames = reconstructed(network, settings, noisy, deviation, depth)[-1]
         error = ((frames - clean) / deviation.view(2, 1, 1, 1)).square().mean()
         assert found[depth].item() == pytest.approx(256 * error.item(), rel=1e-4)
     assert total.item() == pytest.approx(found[1].item() + 2 * found[3].item(), rel=1e-5)
