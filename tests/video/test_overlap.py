@@ -137,7 +137,7 @@ def test_every_layer_starts_from_the_weighted_mean_over_grids(grids: list[tuple[
         expected = total / weights
         assert weights.std() > 0.01 * weights.mean()
     depths = reconstructed(network, settings, noisy, deviation, 3, only_last=denoised)
-    assert len(depths) == 2 if denoised else 4
+    assert len(depths) == (2 if denoised else 4)
     torch.testing.assert_close(depths[-1], expected * unit, rtol=1e-5, atol=1e-6)
     assert torch.equal(depths[0], noisy)
 
