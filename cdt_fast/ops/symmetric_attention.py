@@ -18,6 +18,7 @@ KEPT_BYTES = 64 * 2**20
 # it would leave products of so few rows (256 of 4,096 tokens) that they take a fifth to a third longer; without a
 # kernel many small products would leave a GPU idle.
 PANEL_BYTES = {"cpu": 16 * 2**20, "cuda": 64 * 2**20}
+MANY = 1024  # tokens, from which torch's own attention in bfloat16 is faster on a CPU
 # Tokens of fewer bytes are multiplied twice faster than a matrix and its transpose are added.
 BYTES_OF_A_SUM = 256
 
@@ -117,8 +118,8 @@ def _forward(
     padding = common.padding_mask(lengths, z)
     z = common.without_padding(z, padding)
     values = z if values is None else common.without_padding(values, padding)
-    narrow = z.device.type == "cpu" and z.dtype == torch.bfloat16 and z.shape[1] >= 16
-    if narrow and not kept.numel() and not energy and padding is None:  # there twice as fast as panels
+    narrow = z.device.type == "cpu" and z.dtype == torch.bfloat16 and z.shape[1] >= MANY
+    if narrow and not kept.numel() and not energy and padding is None:  # there faster than panels
         factors = z.unsqueeze(1), z.unsqueeze(1), values.unsqueeze(1)  # of one head
         output = torch.nn.functional.scaled_dot_product_attention(*factors, scale=scale).squeeze(1)
         return output, z.new_empty(0, dtype=kept.dtype), kept
@@ -318,7 +319,6 @@ def attention_matrix(
     if out is None:
         wide = torch.promote_types(z.dtype, torch.float32)
         out = z.new_empty((z.shape[0], z[:, rows].shape[1], z.shape[1]), dtype=wide)
-    z = z.to(out.dtype) if z.device.type == "cpu" else z
     # A factor of the tokens costs less than one of the scores; but 16 bits would round it.
     early = scale if z.dtype == out.dtype else 1.0
     some = z[:, rows]

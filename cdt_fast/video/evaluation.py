@@ -69,10 +69,11 @@ def measure(
 ) -> dict[str, Any]:
     """Return the entries of `VideoEvaluation` on the test windows, but for the baselines' and what `training` adds.
 
-    RMSE is of outputs whose matrix products were in the dtype `autocast`, where it is given.
+    Matrix products are in the dtype `autocast`, where it is given, as those of the training are.
     """
     rmse = _measured(_all_depths(model, settings, autocast), data.test, data.sigma, settings, device_of(model))
-    losses = _losses_of_samples(model, data, settings)
+    with torch.autocast(device_of(model).type, autocast, enabled=autocast is not None):
+        losses = _losses_of_samples(model, data, settings)
     final = [depths[-1] for depths in rmse]
     return {
         "tied": getattr(model, "tied", False),

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from cdt_fast import ops
 from cdt_fast.models.dictionary import overcomplete_dct, squared_spectral_norm
+from cdt_fast.ops import common
 from cdt_fast.ops.soft_threshold import soft_threshold_reference
 from cdt_fast.ops.symmetric_attention import symmetric_attention_reference
 from tests.ops.battery import (
@@ -332,3 +333,16 @@ def test_autocast_rounds_no_gradient_of_a_bias_in_between() -> None:
     upstream = torch.randint(0, 9, output.shape, generator=generator(1)).to(torch.bfloat16)
     # Sums of thousands of small integers, which float32 holds and bfloat16 does not.
     assert_equal(torch.autograd.grad(output, leaves["residual"], upstream), [upstream.float().sum((0, 1))])
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_a_wide_product_of_bfloat16_is_not_rounded_to_it(prepared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(common, "cpu_has_bf16_products", lambda: True)  # else the factors are made wide
+    draw = generator(0)
+    left, right = (torch.randn(3, *shape, generator=draw).bfloat16() for shape in ((5, 40), (40, 7)))
+    out = torch.empty(3, 5, 7) if prepared else None
+    product = common.wide_product(left, right, torch.float32, out)
+    exact, terms = left.double() @ right.double(), left.abs().double() @ right.abs().double()
+    assert product.dtype == torch.float32
+    assert product is out or not prepared
+    assert ((product - exact).abs() <= 2.0**-17 * exact.abs() + 2.0**-20 * terms).all()
