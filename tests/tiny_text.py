@@ -13,7 +13,7 @@ TINY_TEXT: dict[str, dict[str, Any]] = {
     "data": {"gamma": 0.3, "max_tokens": 12},
     "model": {"layers": 2, "width": 12, "least_count": 1},
     "constraints": {"rate": 0.1, "reference": 0.9, "reference_mode": "anchor", "warmup_epochs": 1},
-    "training": {"steps": 8, "batch": 8, "device": "cpu", "lr": 0.01, "validate_every": 4},
+    "training": {"steps": 8, "batch": 8, "device": "cpu", "precision": "fp32", "lr": 0.01, "validate_every": 4},
     "evaluation": {"gammas": [0.0, 1.0, 2.0]},
 }
 TINY_LANGUAGE: dict[str, dict[str, Any]] = {

@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from cdt_fast.ops.common import cpu_has_bf16_products
 from cdt_fast.progress import progress_bar
 from cdt_fast.sequence.networks import Network
 from cdt_fast.sequence.settings import SequenceSettings
 from cdt_fast.sequence.tokenizers import IGNORED, EncodedSamples
+from cdt_fast.training.execution import precision_of
 from cdt_fast.training.report import add_legend, axes_of, formatted, mark_training, plot_runs
 from cdt_fast.training.results import Evaluation, mean_margin, per_sample_statistics
 from cdt_fast.training.task import EvaluatedRun, Table
@@ -46,15 +46,18 @@ class SequenceEvaluation(Evaluation):
 
 
 @torch.no_grad()
-def measure(network: Network, test: EncodedSamples, settings: SequenceSettings) -> dict[str, Any]:
+def measure(
+    network: Network, test: EncodedSamples, settings: SequenceSettings, bf16_on_cpu: bool = False
+) -> dict[str, Any]:
     """Measure accuracy over γ, and the losses of every depth, with perturbed word embeddings, and return the entries of
-    `SequenceEvaluation`. The margin of the accuracy is for independent answers, and too narrow of tokens."""
+    `SequenceEvaluation`. The margin of the accuracy is for independent answers, and too narrow of tokens. On a CPU
+    products are as in the training (`Task.BF16_ON_CPU`)."""
     levels, training_gamma = [float(gamma) for gamma in settings.evaluation.gammas], sum(settings.noise) / 2
     use_cuda = settings.training.device != "cpu" and torch.cuda.is_available()
     device = torch.device("cuda" if use_cuda else "cpu")
     network.model.to(device).eval()
     # Of 2,500 reviews at most three are read otherwise, and no mean loss changes by a thousandth.
-    narrow = not use_cuda and settings.training.precision == "auto" and cpu_has_bf16_products()
+    narrow = not use_cuda and precision_of(settings, device, bf16_on_cpu) == "bf16"
     # Losses and right answers of all texts, not of each batch: small tensors that stay between large ones of changing
     # sizes cut up the heap, to 15 GiB for 25,000 reviews.
     empty = torch.zeros((network.layers + 1, 2, len(test)), dtype=torch.float64, device=device)

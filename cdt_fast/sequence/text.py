@@ -21,7 +21,7 @@ _CLASSIFIER = "AutoModelForSequenceClassification"
 
 Evaluation = SequenceEvaluation
 SAMPLES = "texts"
-BF16_ON_CPU = FIXED_SHAPES = False
+BF16_ON_CPU, FIXED_SHAPES = True, False
 
 
 def load(settings: TextSettings, progress: bool = True) -> Splits:
@@ -62,7 +62,7 @@ def evaluate(folder: RunFolder, settings: TextSettings, data: Splits) -> dict[st
         network = PretrainedNetwork(encoder, tokenizer, inner_pooling=settings.model.inner_pooling)
     test = _encoded(data.test, names, tokenizer, settings)
     check_rows(network, (test,), settings)
-    return {**measure(network, test, settings), "classes": names, "test_digest": digest(data.test)}
+    return {**measure(network, test, settings, BF16_ON_CPU), "classes": names, "test_digest": digest(data.test)}
 
 
 def report(runs: Sequence[EvaluatedRun]) -> Report:

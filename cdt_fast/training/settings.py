@@ -125,8 +125,8 @@ class TrainingSettings(Section):
     schedule: Literal["cosine", "linear", "constant"] = setting("cosine", "learning rate over the run")
     precision: Literal["auto", "bf16", "fp32", "ieee"] = setting(
         "auto",
-        "matrix products: bf16 with float32 masters, fp32 (TF32 on a GPU) or ieee; auto: bf16 on a GPU, and for video "
-        "on a CPU that has them, else fp32",
+        "matrix products: bf16 with float32 masters, fp32 (TF32 on a GPU) or ieee; auto: bf16 on a GPU, and on "
+        "a CPU that has them for video and texts, else fp32",
     )
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "where to compute")
     seed: Count = setting(0, "seed of data order and noise")

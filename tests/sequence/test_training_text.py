@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from cdt_fast.checks import InputError
 from cdt_fast.files import read_json
+from cdt_fast.models import TextUT
 from cdt_fast.sequence import text
 from cdt_fast.sequence.perturbation import perturbed
 from cdt_fast.sequence.tokenizers import EncodedSamples
@@ -53,6 +55,23 @@ def test_training_lowers_the_loss_and_a_constrained_run_becomes_feasible(tmp_pat
     assert max(evaluation["layer_ratio"][1:]) < 0.9
     # Noise of twice the embeddings' own size leaves less of them than none.
     assert evaluation["accuracy"][2] < evaluation["accuracy"][0]
+
+
+@pytest.mark.parametrize(("precision", "narrow"), [("auto", True), ("bf16", True), ("fp32", False)])
+def test_an_evaluation_has_the_products_of_the_training(
+    tmp_path: Path, precision: str, narrow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cdt_fast.training.execution.cpu_has_bf16_products", lambda: True)
+    config = settings_for(write_table(tmp_path / "reviews.tsv"), precision=precision, steps=1)
+    run, seen, read = trained(config, tmp_path / "run"), set(), TextUT.depth_logits
+
+    def noted(*arguments: Any, **options: Any) -> list[Tensor]:
+        seen.add(torch.is_autocast_enabled("cpu"))
+        return read(*arguments, **options)
+
+    monkeypatch.setattr(TextUT, "depth_logits", noted)
+    evaluated(run, config)
+    assert seen == {narrow}
 
 
 @pytest.mark.parametrize(("classes", "reference", "used"), [(2, 0.9, math.log(2)), (2, 0.5, 0.5), (3, 0.9, 0.9)])

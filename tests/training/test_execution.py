@@ -38,7 +38,8 @@ def resolved(task: str = "video", *, settings: Any = None, device: str = "auto")
     [
         ({}, "bf16", True),
         ({"device": "cpu"}, "bf16", False),
-        ({"device": "cpu", "task": "text"}, "fp32", False),
+        ({"device": "cpu", "task": "text"}, "bf16", False),
+        ({"device": "cpu", "task": "lm"}, "fp32", False),
         ({"task": "text"}, "bf16", False),  # whose shapes differ
     ],
 )
