@@ -716,7 +716,7 @@ def wide_product(left: Tensor, right: Tensor, dtype: torch.dtype, out: Tensor | 
     # The second product is what the first was rounded by, itself rounded: twice as fast as one of float32.
     rounded = torch.bmm(left, right)
     wide = rounded.to(dtype) if out is None else out.copy_(rounded)
-    return wide.add_(torch.baddbmm(rounded, left, right, beta=-1))
+    return wide.add_(rounded.baddbmm_(left, right, beta=-1))
 
 
 def product_over_rows(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
