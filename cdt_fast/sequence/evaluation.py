@@ -46,9 +46,7 @@ class SequenceEvaluation(Evaluation):
 
 
 @torch.no_grad()
-def measure(
-    network: Network, test: EncodedSamples, settings: SequenceSettings, bf16_on_cpu: bool = False
-) -> dict[str, Any]:
+def measure(network: Network, test: EncodedSamples, settings: SequenceSettings, bf16_on_cpu: bool) -> dict[str, Any]:
     """Measure accuracy over γ, and the losses of every depth, with perturbed word embeddings, and return the entries of
     `SequenceEvaluation`. The margin of the accuracy is for independent answers, and too narrow of tokens. On a CPU
     products are as in the training (`Task.BF16_ON_CPU`)."""

@@ -47,7 +47,7 @@ def evaluate(folder: RunFolder, settings: LanguageSettings, data: Splits) -> dic
     network = _network(folder.model, settings.model)
     test = encoded_instructions(data.test, network.tokenizer, settings.data.max_tokens, "test")
     check_rows(network, (test,), settings)
-    measured = measure(network, test, settings)
+    measured = measure(network, test, settings, BF16_ON_CPU)
     return {**measured, "vocabulary": network.vocabulary, "test_digest": digest(data.test)}
 
 

@@ -210,7 +210,7 @@ def test_the_evaluation_of_a_text_ut_is_that_of_a_loop_over_texts() -> None:
         alive.append(sum(issubclass(type(found), Tensor) for found in gc.get_objects()))
 
     with model.embedding.register_forward_pre_hook(count):
-        found = measure(network, samples, settings)
+        found = measure(network, samples, settings, False)
     assert max(alive[-16:]) <= min(alive[-16:]) + 1, "no tensor of a batch stays until the next one, of another size"
     assert not model.training
     table = model.embedding.weight.detach()
