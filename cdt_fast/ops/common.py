@@ -711,12 +711,7 @@ def wide_product(left: Tensor, right: Tensor, dtype: torch.dtype, out: Tensor | 
     rounding to theirs in between. On a GPU tensor cores multiply narrow factors as they are."""
     if left.device.type != "cpu" and left.dtype != dtype:
         return torch.bmm(left, right, out_dtype=dtype, **({} if out is None else {"out": out}))
-    if left.dtype != torch.bfloat16 or dtype != torch.float32 or not cpu_has_bf16_products():
-        return torch.bmm(left.to(dtype), right.to(dtype), out=out)
-    # The second product is what the first was rounded by, itself rounded: twice as fast as one of float32.
-    rounded = torch.bmm(left, right)
-    wide = rounded.to(dtype) if out is None else out.copy_(rounded)
-    return wide.add_(rounded.baddbmm_(left, right, beta=-1))
+    return torch.bmm(left.to(dtype), right.to(dtype), out=out)
 
 
 def product_over_rows(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:

@@ -16,7 +16,7 @@ from cdt_fast import ops
 from cdt_fast.models.dictionary import overcomplete_dct, squared_spectral_norm
 from cdt_fast.ops import common
 from cdt_fast.ops.soft_threshold import soft_threshold_reference
-from cdt_fast.ops.symmetric_attention import symmetric_attention_reference
+from cdt_fast.ops.symmetric_attention import attention_matrix, symmetric_attention_reference
 from tests.ops.battery import (
     LOW_DTYPES,
     Case,
@@ -335,14 +335,17 @@ def test_autocast_rounds_no_gradient_of_a_bias_in_between() -> None:
     assert_equal(torch.autograd.grad(output, leaves["residual"], upstream), [upstream.float().sum((0, 1))])
 
 
-@pytest.mark.parametrize("prepared", [False, True])
-def test_a_wide_product_of_bfloat16_is_not_rounded_to_it(prepared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_of_bfloat16_are_exact_where_weights_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(common, "cpu_has_bf16_products", lambda: True)  # else the factors are made wide
     draw = generator(0)
-    left, right = (torch.randn(3, *shape, generator=draw).bfloat16() for shape in ((5, 40), (40, 7)))
-    out = torch.empty(3, 5, 7) if prepared else None
-    product = common.wide_product(left, right, torch.float32, out)
-    exact, terms = left.double() @ right.double(), left.abs().double() @ right.abs().double()
-    assert product.dtype == torch.float32
-    assert product is out or not prepared
-    assert ((product - exact).abs() <= 2.0**-17 * exact.abs() + 2.0**-20 * terms).all()
+    # Much alike and of norm 20: their scores, of 400, differ by little, and bfloat16 would round them by up to 1.
+    z = (20 * torch.randn(64, generator=draw) / 8 + 0.3 * torch.randn(2, 30, 64, generator=draw)).bfloat16()
+    scores = 0.5 * z.double() @ z.double().mT
+    own = scores.diagonal(dim1=1, dim2=2).unsqueeze(-1)
+    # What is rounded, to 2^-8: the score less its row's own, which has been rounded thrice.
+    rounded = (scores - own).abs().amax(-1, keepdim=True) + 3 * 2.0**-8 * own
+    found, expected = attention_matrix(z, 0.5, None), torch.softmax(scores, -1)
+    assert found.dtype == torch.float32
+    # Twice: a row's sum has the error of its terms.
+    assert ((found / expected).log().abs() <= 2 * 2.0**-8 * rounded + 1e-5).all()
+    assert rounded.amax() < own.amin() / 4
