@@ -68,10 +68,12 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-def disable_malloc_trim() -> bool:
-    """Make glibc reuse the memory of freed tensors, and say whether that could be set (glibc on Linux)."""
+def disable_malloc_trim(of_threads: bool = False) -> bool:
+    """Make glibc reuse the memory of freed tensors, and say whether that could be set (glibc on Linux). `of_threads`:
+    of those that new threads of Python make, too; small allocations of many threads then wait for each other."""
     # By default tensors of 32 MiB and more are mapped anew, whose page faults can cost more than the product in them.
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform.startswith("linux") else None
-    # Those of threads would be in arenas, where the thresholds do not hold.
-    wanted = {_M_MMAP_THRESHOLD: 1 << 30, _M_TRIM_THRESHOLD: 2**31 - 1, _M_ARENA_MAX: 1}
+    wanted = {_M_MMAP_THRESHOLD: 1 << 30, _M_TRIM_THRESHOLD: 2**31 - 1}
+    if of_threads:  # else those have arenas, where the thresholds do not hold
+        wanted[_M_ARENA_MAX] = 1
     return mallopt is not None and all(mallopt(*each) for each in wanted.items())

@@ -16,6 +16,7 @@ from cdt_fast import ops
 from cdt_fast.checks import InputError
 from cdt_fast.models import DUST, DenoisingDUST, DenoisingViT, VideoUT, load_pretrained
 from cdt_fast.ops.common import Weights
+from cdt_fast.training.execution import disable_malloc_trim
 from cdt_fast.video.data import from_patches, to_patches
 from cdt_fast.video.noise import LEAST_DEVIATION
 from cdt_fast.video.quality import continued
@@ -103,6 +104,7 @@ def _workers(wanted: bool) -> Iterator[tuple[int, Callable[..., Iterable[Any]]]]
         torch.set_autocast_dtype("cpu", dtype)
         torch.set_autocast_enabled("cpu", narrow)
 
+    disable_malloc_trim(of_threads=True)
     try:
         with ThreadPoolExecutor(2, initializer=begin) as pool:
             yield 2, pool.map
