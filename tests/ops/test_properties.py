@@ -208,6 +208,12 @@ def test_scores_too_many_to_hold_are_computed_in_parts(name: str) -> None:
         assert errors[0] <= 1.5 * errors[1] + torch.finfo(torch.float32).eps * true.square().mean().sqrt()
 
 
+@pytest.mark.parametrize("name", ["symmetric_attention", "symmetric_attention with all", "unrolled_layer with all"])
+def test_scores_of_many_narrow_tokens_have_no_sum_with_their_transpose(name: str) -> None:
+    case = variant(name, tokens=70, width=2)
+    assert_close(results(case), by_formula(case))
+
+
 # Lengths
 
 
