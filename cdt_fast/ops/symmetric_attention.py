@@ -18,6 +18,8 @@ KEPT_BYTES = 64 * 2**20
 # it would leave products of so few rows (256 of 4,096 tokens) that they take a fifth to a third longer; without a
 # kernel many small products would leave a GPU idle.
 PANEL_BYTES = {"cpu": 16 * 2**20, "cuda": 64 * 2**20}
+# Tokens from which a CPU with instructions for bfloat16 is faster with a softmax in it. Of fewer, rows are no vectors.
+MANY = 64
 
 
 def symmetric_attention(
@@ -27,7 +29,8 @@ def symmetric_attention(
 
     The scores are symmetric, so that the backward needs five products where attention with separate queries, keys
     and values needs seven. Scores and softmax are computed in at least float32; on a CPU with instructions for bfloat16
-    what is rounded to it is the difference of such tokens' scores from `scale · ‖z_i‖²`, small where weights are large.
+    the differences of such tokens' scores from `scale · ‖z_i‖²`, small where weights are large, are rounded to it, and
+    so are, of 64 tokens and more, the weights and their gradient.
 
     Args:
         z: `[..., T, d]`, one projection of the tokens; any float dtype, any strides.
@@ -111,7 +114,7 @@ def _forward(
             blocks = _blocks(kernels.BLOCKS, kernels.SHORT, z, values, energy)
             found = kernels.forward(z, values, lengths, scale, energy, _keeps_remainder(z, keeps), blocks)
             return found[0], found[1], z.new_empty(0) if found[2] is None else found[2]
-    kept = _memory_to_keep(z, values, keeps)
+    kept = _memory_to_keep(z, values, keeps, energy)
     output = torch.empty_like(z if values is None else values)
     padding = common.padding_mask(lengths, z)
     z = common.without_padding(z, padding)
@@ -121,7 +124,7 @@ def _forward(
         out = _panel(kept, batch, rows) if kept.dim() > 1 else None
         weights = attention_matrix(z[batch], scale, masked, rows=rows, energy=energy, out=out)
         torch.bmm(weights.to(values.dtype), values[batch], out=_panel(output, batch, rows))
-    return output, z.new_empty(0, dtype=kept.dtype), kept
+    return output, z.new_empty(0, dtype=torch.promote_types(z.dtype, torch.float32)), kept
 
 
 def _forward_fake(
@@ -130,7 +133,7 @@ def _forward_fake(
     output, on_triton = torch.empty_like(z if values is None else values), backend == "triton"
     log_sum_exp = z.new_empty(z.shape[:-1] if on_triton else (0,), dtype=torch.promote_types(z.dtype, torch.float32))
     if not on_triton:
-        return output, log_sum_exp, _memory_to_keep(z, values, keeps)
+        return output, log_sum_exp, _memory_to_keep(z, values, keeps, energy)
     return output, log_sum_exp, output.new_empty(output.shape if _keeps_remainder(z, keeps) else (0,))
 
 
@@ -157,7 +160,7 @@ def _gradients(
             needs_z, needs_values = needs
             return list(kernels.backward(*tensors, scale, energy, needs_z, needs_values, blocks))
     if log_sum_exp.numel():  # the forward was a kernel's, which keeps something else
-        kept = z.new_empty(0, dtype=torch.promote_types(z.dtype, torch.float32))
+        kept = z.new_empty(0, dtype=_dtype_of_attention(z, energy))
     padding = common.padding_mask(lengths, z)
     grad_output, z = common.without_padding(grad_output, padding), common.without_padding(z, padding)
     values = None if values is None else common.without_padding(values, padding)
@@ -232,10 +235,20 @@ def _panel(tensor: Tensor, batch: slice, rows: slice) -> Tensor:
     return tensor[batch, rows]
 
 
-def _memory_to_keep(z: Tensor, values: Tensor | None, keeps: bool) -> Tensor:
+def _multiplies_narrow(z: Tensor) -> bool:
+    return z.dtype == torch.bfloat16 and z.device.type == "cpu" and common.cpu_has_bf16_products()
+
+
+def _dtype_of_attention(z: Tensor, energy: bool) -> torch.dtype:
+    # With energy the differences from a row's own score are not small.
+    narrow = not energy and z.shape[1] >= MANY and _multiplies_narrow(z)
+    return z.dtype if narrow else torch.promote_types(z.dtype, torch.float32)
+
+
+def _memory_to_keep(z: Tensor, values: Tensor | None, keeps: bool, energy: bool) -> Tensor:
     """Allocate the attention `[B, T, T]`, if a backward on a CPU may use it, and it fits `KEPT_BYTES` or is no larger
     than input and output; else an empty tensor."""
-    shape, dtype = (*z.shape[:-1], z.shape[1]), torch.promote_types(z.dtype, torch.float32)
+    shape, dtype = (*z.shape[:-1], z.shape[1]), _dtype_of_attention(z, energy)
     of_tokens = z.shape[0] * z.shape[1] * (z.shape[-1] + (z if values is None else values).shape[-1]) * z.element_size()
     fits = math.prod(shape) * dtype.itemsize <= max(KEPT_BYTES, of_tokens)
     return z.new_empty(shape if keeps and z.device.type == "cpu" and fits else (0,), dtype=dtype)
@@ -307,20 +320,21 @@ def attention_matrix(
     energy: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return `softmax_rows(scale · z zᵀ)`, `[B, rows, T]`, in at least float32, of `z` `[B, T, d]`, finite at the
-    padding `[B, T]`, whose rows and columns are zero. With `energy` the scores are `scale · (z_iᵀ z_j − ½‖z_j‖²)`."""
-    if out is None:
-        wide = torch.promote_types(z.dtype, torch.float32)
-        out = z.new_empty((z.shape[0], z[:, rows].shape[1], z.shape[1]), dtype=wide)
-    # A factor of the tokens costs less than one of the scores; but 16 bits would round it.
-    early = scale if z.dtype == out.dtype else 1.0
+    """Return `softmax_rows(scale · z zᵀ)`, `[B, rows, T]`, of `z` `[B, T, d]`, finite at the padding `[B, T]`, whose
+    rows and columns are zero. With `energy` the scores are `scale · (z_iᵀ z_j − ½‖z_j‖²)`."""
     some = z[:, rows]
-    if z.dtype == torch.bfloat16 and z.device.type == "cpu" and common.cpu_has_bf16_products():
+    if out is None:
+        out = z.new_empty((z.shape[0], some.shape[1], z.shape[1]), dtype=_dtype_of_attention(z, energy))
+    if _multiplies_narrow(z):
         # Less the row's score with itself, which the softmax does not see. In trained networks the output is as exact,
         # within 1.6, as from exact scores: most of its error is that of rounding A. Those take four times as long.
         own = torch.linalg.vector_norm(some, dim=-1, keepdim=True).square_()
-        out.copy_(torch.baddbmm(own, some, z.mT, beta=-1))
+        early = scale or 1.0  # torch's product of bfloat16 returns before it writes where alpha is zero
+        narrow = out if out.dtype == z.dtype else torch.empty_like(out, dtype=z.dtype)
+        out.copy_(torch.baddbmm(own, some, z.mT, beta=-early, alpha=early, out=narrow))
     else:
+        # A factor of the tokens costs less than one of the scores; but 16 bits would round it.
+        early = scale if z.dtype == out.dtype else 1.0
         common.wide_product(some if early == 1.0 else some * early, z.mT, out.dtype, out=out)
     if scale != early:
         out *= scale
@@ -353,7 +367,7 @@ def softmax_backward_(grad_attention: Tensor, attention: Tensor) -> Tensor:
 def grad_of_both_factors(grad_scores: Tensor, z: Tensor, scale: float, out: Tensor) -> None:
     """Write `β (dS + dSᵀ) z`, as one product where that costs more than the sum of a matrix and its transpose, whose
     columns leave the caches where there are many tokens."""
-    alpha = scale or 1.0  # torch's product of bfloat16 returns before it writes where alpha is zero
+    alpha = scale or 1.0  # as in `attention_matrix`
     if z.shape[-1] * z.element_size() ** 2 >= 3 * z.shape[1]:  # measured on two cores, T 20 to 2,048, d 64 to 1,024
         both = (grad_scores + grad_scores.mT).to(z.dtype)
         torch.baddbmm(out, both, z, beta=0, alpha=alpha, out=out)

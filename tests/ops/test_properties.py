@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -20,6 +21,7 @@ from cdt_fast.ops.symmetric_attention import attention_matrix, symmetric_attenti
 from tests.ops.battery import (
     LOW_DTYPES,
     Case,
+    assert_as_precise_as_torch,
     assert_close,
     assert_equal,
     build,
@@ -214,6 +216,17 @@ def test_scores_of_many_narrow_tokens_have_no_sum_with_their_transpose(name: str
     assert_close(results(case), by_formula(case))
 
 
+@pytest.mark.parametrize("extras", [(), ("values", "lengths")])
+@pytest.mark.parametrize("scale", [1.0, -0.5, 0.0])
+def test_many_tokens_in_bfloat16(extras: tuple[str, ...], scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(common, "cpu_has_bf16_products", lambda: True)
+    sizes = {"tokens": 70, "width": 40, "scale": scale}
+    drawn = (build("symmetric_attention", *extras, seed=seed, **sizes) for seed in itertools.count())
+    assert_as_precise_as_torch(drawn, torch.bfloat16)
+    tokens = normal(0, 2, 70, 8, dtype=torch.bfloat16).requires_grad_()
+    torch.library.opcheck(torch.ops.cdt_fast.symmetric_attention, (tokens, None, None, scale, False, True, "torch"))
+
+
 # Lengths
 
 
@@ -341,17 +354,20 @@ def test_autocast_rounds_no_gradient_of_a_bias_in_between() -> None:
     assert_equal(torch.autograd.grad(output, leaves["residual"], upstream), [upstream.float().sum((0, 1))])
 
 
-def test_scores_of_bfloat16_are_exact_where_weights_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("energy", [False, True])
+@pytest.mark.parametrize("tokens", [30, 70])
+def test_scores_of_bfloat16_are_exact_where_weights_are_large(
+    tokens: int, energy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(common, "cpu_has_bf16_products", lambda: True)  # else the factors are made wide
     draw = generator(0)
     # Much alike and of norm 20: their scores, of 400, differ by little, and bfloat16 would round them by up to 1.
-    z = (20 * torch.randn(64, generator=draw) / 8 + 0.3 * torch.randn(2, 30, 64, generator=draw)).bfloat16()
+    z = (20 * torch.randn(64, generator=draw) / 8 + 0.3 * torch.randn(2, tokens, 64, generator=draw)).bfloat16()
     scores = 0.5 * z.double() @ z.double().mT
     own = scores.diagonal(dim1=1, dim2=2).unsqueeze(-1)
     # What is rounded, to 2^-8: the score less its row's own, which has been rounded thrice.
     rounded = (scores - own).abs().amax(-1, keepdim=True) + 3 * 2.0**-8 * own
-    found, expected = attention_matrix(z, 0.5, None), torch.softmax(scores, -1)
-    assert found.dtype == torch.float32
-    # Twice: a row's sum has the error of its terms.
-    assert ((found / expected).log().abs() <= 2 * 2.0**-8 * rounded + 1e-5).all()
+    found, expected = attention_matrix(z, 0.5, None, energy=energy), torch.softmax(scores - 0.5 * own.mT * energy, -1)
+    # Twice: a row's sum has the error of its terms. Then the weight is rounded.
+    assert ((found / expected).log().abs() <= 2.0**-8 * (2 * rounded + 1)).all()
     assert rounded.amax() < own.amin() / 4
