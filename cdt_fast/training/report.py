@@ -10,6 +10,7 @@ from typing import Any
 from cdt_fast import page
 from cdt_fast.checks import MissingExtra, require
 from cdt_fast.training.evaluation import checks
+from cdt_fast.training.results import QUANTILES
 from cdt_fast.training.task import EvaluatedRun, Table
 
 _WORST = "Worst: the largest share by which a loss exceeds its bound, negative where all bounds hold, and its depth."
@@ -43,6 +44,7 @@ def drawn_pictures(runs: Sequence[EvaluatedRun]) -> list[str]:
         first,
         ("Held-out loss at every depth, at the training noise; dashed: what the constraints allow", loss_over_depth),
         *others,
+        ("Loss of one sample after a layer by that before it: which share of samples and layers is below", _ratios),
         ("Multipliers during the training", _multipliers),
     ]
     drawn = ((caption, draw(runs)) for caption, draw in pictures)
@@ -170,6 +172,19 @@ def loss_over_depth(runs: Sequence[EvaluatedRun]) -> Any:
             axis.plot(*zip(*allowed, strict=True), "--", color=COLORS[number % len(COLORS)])
     axis.set(xlabel="depth")
     set_log_scale(axis, "loss")
+    add_legend(axis)
+    return figure
+
+
+def _ratios(runs: Sequence[EvaluatedRun]) -> Any:
+    """Draw the distribution of the ratios ℓ_l / ℓ_{l−1} of single samples, up to 2."""
+    figure, (axis,) = axes_of()
+    for number, run in enumerate(runs):
+        found = run.evaluation.per_sample.quantiles
+        if found is not None:
+            axis.plot(found, QUANTILES, color=COLORS[number % len(COLORS)], label=run.label)
+    axis.axvline(1.0, color=GRAY, linewidth=0.8)
+    axis.set(xlabel="ratio", ylabel="share", xlim=(0, 2))
     add_legend(axis)
     return figure
 

@@ -18,12 +18,16 @@ class Part(BaseModel):
     model_config = ConfigDict(extra="allow", allow_inf_nan=False, strict=False, protected_namespaces=())
 
 
+QUANTILES = [step / 20 for step in range(21)]
+
+
 class PerSample(Part):
     """Statistics of the ratios ℓ_l / ℓ_{l−1} of every single sample at every layer; None if no ratio is left."""
 
     mean_ratio: float | None
     median_ratio: float | None
     descending_fraction: float | None
+    quantiles: list[float] | None = None  # at `QUANTILES`
 
 
 class Verdict(Part):
@@ -82,8 +86,12 @@ def per_sample_statistics(losses: Tensor) -> dict[str, Any]:
     ratios = ratios[ratios.isfinite()]
     if len(ratios) == 0:
         return dict.fromkeys(PerSample.model_fields)
-    below = (ratios < 1).double().mean().item()
-    return {"mean_ratio": ratios.mean().item(), "median_ratio": ratios.median().item(), "descending_fraction": below}
+    return {
+        "mean_ratio": ratios.mean().item(),
+        "median_ratio": ratios.median().item(),
+        "descending_fraction": (ratios < 1).double().mean().item(),
+        "quantiles": np.quantile(ratios.numpy(), QUANTILES).tolist(),
+    }
 
 
 def mean_margin(sums: Tensor, counts: Tensor) -> list[float] | None:

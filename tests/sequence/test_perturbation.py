@@ -252,6 +252,7 @@ def test_statistics_leave_out_the_ratio_to_a_loss_of_zero() -> None:
     found = per_sample_statistics(torch.tensor([[1.0, 0.0, 2.0], [0.5, 3.0, 9.0]]))
     assert (found["mean_ratio"], found["median_ratio"]) == pytest.approx((2.5, 0.5))
     assert found["descending_fraction"] == 0.5
+    assert found["quantiles"] == pytest.approx([0.5 + 4 * step / 20 for step in range(21)])  # of .5 and 4.5
     assert per_sample_statistics(torch.zeros(2, 3))["mean_ratio"] is None
 
 

@@ -42,7 +42,7 @@ def test_compare_prints_one_table_of_all_and_writes_a_report(call: Call, trained
     assert f"<p>{runs[0].label}: {runs[0].evaluation.report.text}</p>" in text
     assert f"cdt-fast compare {trained.constrained} {trained.plain} --out {html.escape(repr(str(out)))}" in text
     pictures = re.findall('src="data:image/png;base64,([^"]+)"', text)
-    assert len(pictures) == len(figures.PICTURES) + 2
+    assert len(pictures) == len(figures.PICTURES) + 3
     assert all(base64.b64decode(picture).startswith(b"\x89PNG") for picture in pictures)
     assert [path.name for path in out.iterdir()] == ["report.html"]
 
@@ -100,7 +100,7 @@ def test_the_table_of_descent_shows_held_out_ratios_and_blanks_where_none_is_kno
         assert row[5].startswith("-") == run.evaluation.feasible
     run = runs[0]
     run.evaluation.layer_ratio = [None, 0.5]
-    for name in ("mean_ratio", "median_ratio", "descending_fraction"):
+    for name in ("mean_ratio", "median_ratio", "descending_fraction", "quantiles"):
         setattr(run.evaluation.per_sample, name, None)
     run.evaluation.report.worst_violation = None
     assert "None" not in as_text(report.descent_table([run]))
