@@ -341,10 +341,11 @@ def attention_matrix(
     if energy:
         out -= (0.5 * scale) * z.to(out.dtype).square().sum(-1).unsqueeze(-2)
     if padding is not None:
-        out.masked_fill_(padding.unsqueeze(-2), float("-inf"))
+        # A broadcast mask would be looked up number by number.
+        out += torch.zeros_like(padding, dtype=out.dtype).masked_fill_(padding, float("-inf")).unsqueeze(-2)
     # Over the scores: what is read again must not leave the caches for memory that is written once.
     attention = torch.softmax(out, -1, out=out)
-    return attention if padding is None else attention.masked_fill_(padding[..., rows].unsqueeze(-1), 0.0)
+    return attention if padding is None else common.clear_padding_(attention, padding[..., rows])
 
 
 def grad_of_attention(given: Tensor, values: Tensor, output: Tensor, dtype: torch.dtype) -> Tensor:
