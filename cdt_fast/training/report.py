@@ -44,7 +44,7 @@ def drawn_pictures(runs: Sequence[EvaluatedRun]) -> list[str]:
         first,
         ("Held-out loss at every depth, at the training noise; dashed: what the constraints allow", loss_over_depth),
         *others,
-        ("Loss of one sample after a layer by that before it: which share of samples and layers is below", _ratios),
+        ("Ratios of the losses of a sample after and before a layer: the share of them below", _ratios),
         ("Multipliers during the training", _multipliers),
     ]
     drawn = ((caption, draw(runs)) for caption, draw in pictures)

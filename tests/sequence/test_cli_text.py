@@ -82,7 +82,8 @@ def test_train_evaluate_and_compare(
         assert task == "text" or f"<td>{math.exp(evaluation['depth_loss'][0][-1]):.4g}</td>" in report
     assert ("perplexity" in report) == (task == "lm")
     captions = re.findall("<figcaption>([^<,;]+)", report)
-    assert captions == ["Accuracy over γ", "Held-out loss at every depth", "Multipliers during the training"]
+    ratios = "Ratios of the losses of a sample after and before a layer: the share of them below"
+    assert captions == ["Accuracy over γ", "Held-out loss at every depth", ratios, "Multipliers during the training"]
     write_json(runs[1] / "evaluation.json", {**read_json(runs[1] / "evaluation.json"), "test_digest": "of others"})
     assert "different data: test_digest is 'of others'" in call("compare", *runs).line()
 
