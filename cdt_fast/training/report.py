@@ -178,11 +178,13 @@ def loss_over_depth(runs: Sequence[EvaluatedRun]) -> Any:
 
 def _ratios(runs: Sequence[EvaluatedRun]) -> Any:
     """Draw the distribution of the ratios ℓ_l / ℓ_{l−1} of single samples, up to 2."""
+    found = [run.evaluation.per_sample.quantiles for run in runs]
+    if not any(found):  # evaluated before they were
+        return None
     figure, (axis,) = axes_of()
-    for number, run in enumerate(runs):
-        found = run.evaluation.per_sample.quantiles
-        if found is not None:
-            axis.plot(found, QUANTILES, color=COLORS[number % len(COLORS)], label=run.label)
+    for number, (run, ratios) in enumerate(zip(runs, found, strict=True)):
+        if ratios:
+            axis.plot(ratios, QUANTILES, color=COLORS[number % len(COLORS)], label=run.label)
     axis.axvline(1.0, color=GRAY, linewidth=0.8)
     axis.set(xlabel="ratio", ylabel="share", xlim=(0, 2))
     add_legend(axis)

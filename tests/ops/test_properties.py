@@ -216,12 +216,17 @@ def test_scores_of_many_narrow_tokens_have_no_sum_with_their_transpose(name: str
     assert_close(results(case), by_formula(case))
 
 
-@pytest.mark.parametrize("extras", [(), ("values", "lengths")])
+@pytest.mark.parametrize(
+    ("op", "extras"),
+    [("symmetric_attention", ()), ("symmetric_attention", ("values", "lengths")), ("unrolled_layer", ("lengths",))],
+)
 @pytest.mark.parametrize("scale", [1.0, -0.5, 0.0])
-def test_many_tokens_in_bfloat16(extras: tuple[str, ...], scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_tokens_in_bfloat16(
+    op: str, extras: tuple[str, ...], scale: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(common, "cpu_has_bf16_products", lambda: True)
-    sizes = {"tokens": 70, "width": 40, "scale": scale}
-    drawn = (build("symmetric_attention", *extras, seed=seed, **sizes) for seed in itertools.count())
+    options = {"tokens": 70, "width": 40, "scale": scale, **({"threshold": 0.0} if op == "unrolled_layer" else {})}
+    drawn = (build(op, *extras, seed=seed, **options) for seed in itertools.count())
     assert_as_precise_as_torch(drawn, torch.bfloat16)
     tokens = normal(0, 2, 70, 8, dtype=torch.bfloat16).requires_grad_()
     torch.library.opcheck(torch.ops.cdt_fast.symmetric_attention, (tokens, None, None, scale, False, True, "torch"))

@@ -104,6 +104,7 @@ def test_the_table_of_descent_shows_held_out_ratios_and_blanks_where_none_is_kno
         setattr(run.evaluation.per_sample, name, None)
     run.evaluation.report.worst_violation = None
     assert "None" not in as_text(report.descent_table([run]))
+    assert report._ratios([run]) is None
 
 
 def test_a_page_shows_what_it_is_given_as_it_is(tmp_path: Path) -> None:
