@@ -42,7 +42,8 @@ def forecast(experiment: Experiment, planned: Sequence[PlannedRun]) -> tuple[flo
             known[kind] = _times(run, data.limited(settings.evaluation.limit))
         steps, step, validation, evaluation = known[kind]
         left = steps - saved_step(RunFolder(run.path).checkpoint)
-        seconds += left * step + left / run.settings.training.validate_every * validation + evaluation
+        validations = left / run.settings.validation_interval(len(data.validation))
+        seconds += left * step + validations * validation + evaluation
     return seconds / 60, data
 
 

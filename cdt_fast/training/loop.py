@@ -125,7 +125,7 @@ class Trainer:
 
     def run(self, progress: bool = True) -> None:
         """Train from the current step to the last; raises what `train` does."""
-        steps, every = self.workload.steps, self.settings.training.validate_every
+        steps, every = self.workload.steps, self.settings.validation_interval(len(self.data.validation))
         on_terminal = progress and sys.stderr.isatty()
         bar = tqdm(total=steps, initial=self.step, desc=self.folder.name, unit="step", disable=not on_terminal)
         signals: list[int] = []

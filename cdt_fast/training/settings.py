@@ -130,7 +130,11 @@ class TrainingSettings(Section):
     )
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "where to compute")
     seed: Count = setting(0, "seed of data order and noise")
-    validate_every: Positive = setting(50, "optimizer steps between validations, each with a checkpoint")
+    validate_every: Positive | None = setting(
+        None,
+        "optimizer steps between validations, each with a checkpoint (as many as see twice the validation's samples, "
+        "50 or more)",
+    )
 
 
 class EvaluationSettings(Section):
@@ -190,6 +194,11 @@ class RunSettings(BaseModel):
     def steps_per_epoch(self, samples: int) -> int:
         """Return the optimizer steps that see each of `samples` once; the last may see fewer than the others."""
         return math.ceil(samples / (self.training.batch * self.training.accumulate))
+
+    def validation_interval(self, samples: int) -> int:
+        """Return the optimizer steps between validations of so many samples. Without a setting training sees twice as
+        many in between: a validation, of forwards alone, then adds a sixth to its time."""
+        return self.training.validate_every or max(50, 2 * self.steps_per_epoch(samples))
 
     def warmup_steps(self, samples: int) -> int:
         """Return the optimizer steps with the constraints off: all, if the run has no constraints."""

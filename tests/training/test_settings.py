@@ -23,6 +23,13 @@ def test_settings_come_back_from_toml(tmp_path: Path) -> None:
     assert VideoSettings.load(path) == config
 
 
+def test_a_validation_comes_when_training_saw_twice_its_samples_or_when_it_is_told() -> None:
+    config = TASKS["text"].settings.chosen({"training": {"batch": 8, "accumulate": 2}})
+    assert [config.validation_interval(samples) for samples in (1, 400, 401, 2500)] == [50, 50, 52, 314]
+    config.update("training", {"validate_every": 7})
+    assert config.validation_interval(2500) == 7
+
+
 def of_preset(name: str, given: dict[str, dict[str, Any]] | None = None) -> Any:
     """The settings of a run that starts from a preset; one that fine-tunes is given a folder."""
     row = PAPER_ROWS.get(name)
