@@ -9,12 +9,14 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self, TypeVar, get_args
 
 import torch
 from torch import Tensor
 from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch.autograd import forward_ad
+from torch.nn.grad import conv2d_weight
 from torch.torch_version import TorchVersion
 from torch.utils._pytree import tree_map_only
 
@@ -714,11 +716,49 @@ def wide_product(left: Tensor, right: Tensor, dtype: torch.dtype, out: Tensor | 
     return torch.bmm(left.to(dtype), right.to(dtype), out=out)
 
 
+# Numbers of a factor from which a convolution takes half of the time where MKL is slow.
+LEAST_CONVOLVED = 2**18
+
+
+@functools.cache
+def _mkl_is_slow() -> bool:
+    """Return whether torch's float32 products run at half of the processor's peak: MKL's on AMD's AVX-512."""
+    if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
+        return False
+    processor = Path("/proc/cpuinfo")
+    amd = processor.exists() and "AuthenticAMD" in processor.read_text()
+    return amd and torch.backends.cpu.get_cpu_capability() == "AVX512"
+
+
+def _convolves(*rows: Tensor) -> bool:
+    """Return whether a convolution of single pixels, which oneDNN runs, is the faster product of these rows."""
+    if any(each.dtype != torch.float32 or each.device.type != "cpu" for each in rows) or not _mkl_is_slow():
+        return False
+    return all(each.is_contiguous() and each.numel() >= LEAST_CONVOLVED for each in rows)
+
+
+def _as_pixels(rows: Tensor) -> Tensor:
+    """View `[rows, width]` as an image of one line, `[1, width, 1, rows]`, channels last."""
+    return rows.view(1, 1, *rows.shape).permute(0, 3, 1, 2)
+
+
+def product_of_rows(rows: Tensor, matrix: Tensor, added: Tensor | None = None) -> Tensor:
+    """Return `rows matrix`, or `rows matrix + added`, `[rows, m]` from `[rows, n]` and `[n, m]`."""
+    if not _convolves(rows):
+        return torch.mm(rows, matrix) if added is None else torch.addmm(added, rows, matrix)
+    pixels = torch.conv2d(_as_pixels(rows), matrix.mT.contiguous()[..., None, None])
+    product = pixels.permute(0, 2, 3, 1).reshape(rows.shape[0], matrix.shape[1])
+    return product if added is None else product.add_(added)
+
+
 def product_over_rows(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     """Return `leftᵀ right`, `[n, m]` from `[rows, n]` and `[rows, m]`, in `dtype`: the gradient of a weight, summed in
     at least float32 and, where cuBLAS can, written in float32 without rounding to 16 bits in between."""
     if left.device.type != "cpu" and left.element_size() == 2 and dtype == torch.float32:
         return torch.mm(left.mT, right, out_dtype=dtype)
+    if _convolves(left, right):
+        shape = left.shape[1], right.shape[1], 1, 1
+        return conv2d_weight(_as_pixels(right), shape, _as_pixels(left))[..., 0, 0].to(dtype)
     return torch.mm(left.mT, right).to(dtype)
 
 
@@ -726,6 +766,10 @@ def add_product(total: Tensor, left: Tensor, right: Tensor, overwrite: bool = Fa
     """Do `total += leftᵀ right`, `[n, m]` from `[rows, n]` and `[rows, m]`; a total of at least their dtype. With
     `overwrite` whatever stands in the total, NaN too, does not count."""
     wider: dict[str, Any] = {} if total.dtype == right.dtype else {"out_dtype": total.dtype}
+    if total.nbytes <= PRODUCT_BYTES["cpu"] and _convolves(left, right):
+        product = product_over_rows(left, right, total.dtype)
+        total.copy_(product) if overwrite else total.add_(product)
+        return
     if not wider or _adds_in_float32(right.device, right.dtype):
         torch.addmm(total, left.mT, right, beta=0 if overwrite else 1, out=total, **wider)
         return

@@ -262,3 +262,27 @@ def test_on_hopper_narrow_layers_are_composed_and_unaligned_tensors_copied(
         assert torch.equal(first, signal)
         assert none is None
         assert second is aligned
+
+
+@pytest.mark.parametrize("convolves", [False, True])
+def test_products_of_rows_are_exact_by_convolutions_too(convolves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(common, "_mkl_is_slow", lambda: convolves)
+    monkeypatch.setattr(common, "LEAST_CONVOLVED", 1)
+    left, right, total = torch.randn(37, 5), torch.randn(37, 11), torch.randn(5, 11)
+    matrix, added = torch.randn(11, 5).mT, torch.randn(37, 11)
+    calls = []
+    monkeypatch.setattr(torch, "conv2d", lambda *args, of=torch.conv2d: calls.append(args) or of(*args))
+    summed, written = total.clone(), torch.full_like(total, float("nan"))
+    common.add_product(summed, left, right)
+    common.add_product(written, left, right, overwrite=True)
+    wide = left.double().mT @ right.double()
+    pairs = [
+        (common.product_of_rows(left, matrix), left.double() @ matrix.double()),
+        (common.product_of_rows(left, matrix.contiguous(), added), left.double() @ matrix.double() + added.double()),
+        (common.product_over_rows(left, right, torch.float32), wide),
+        (summed, total.double() + wide),
+        (written, wide),
+    ]
+    for found, expected in pairs:
+        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+    assert len(calls) == 2 * convolves
