@@ -93,7 +93,17 @@ class TrainingStep:
             if self.constraints is not None:
                 self.constraints.record(per_depth, count)
         parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        nn.utils.clip_grad_norm_(parameters, LARGEST_GRADIENT_NORM)
+        _clip_gradients([parameter for parameter in parameters if parameter.grad is not None])
         self.optimizer.step()
         if self.constraints is not None:
             self.constraints.step(update)
+
+
+def _clip_gradients(parameters: Sequence[Tensor]) -> None:
+    if parameters and all(each.device.type == "cpu" for each in parameters):
+        # By rows: torch's norm of a million numbers in float32 on a CPU is off by up to 2.5e-4.
+        rows = [torch.linalg.vector_norm(each.grad, dim=-1).flatten() for each in parameters]  # type: ignore[arg-type]
+        norm = torch.linalg.vector_norm(torch.cat(rows))
+        nn.utils.clip_grads_with_norm_(parameters, LARGEST_GRADIENT_NORM, norm)
+    else:
+        nn.utils.clip_grad_norm_(parameters, LARGEST_GRADIENT_NORM)
