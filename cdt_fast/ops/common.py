@@ -716,8 +716,9 @@ def wide_product(left: Tensor, right: Tensor, dtype: torch.dtype, out: Tensor | 
     return torch.bmm(left.to(dtype), right.to(dtype), out=out)
 
 
-# Numbers of a factor from which a convolution takes half of the time where MKL is slow.
-LEAST_CONVOLVED = 2**18
+# Multiplications and width from which a convolution takes half of the time where MKL is slow, and bytes of a matrix up
+# to which: oneDNN puts it into an order of its own each time.
+LEAST_CONVOLVED, NARROWEST_CONVOLVED, LARGEST_CONVOLVED = 2**23, 32, 16 * 2**20
 
 
 @functools.cache
@@ -730,11 +731,15 @@ def _mkl_is_slow() -> bool:
     return amd and torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
-def _convolves(*rows: Tensor) -> bool:
-    """Return whether a convolution of single pixels, which oneDNN runs, is the faster product of these rows."""
-    if any(each.dtype != torch.float32 or each.device.type != "cpu" for each in rows) or not _mkl_is_slow():
-        return False
-    return all(each.is_contiguous() and each.numel() >= LEAST_CONVOLVED for each in rows)
+def is_convolved(factor: Tensor) -> bool:
+    """Return whether products of many rows are faster by oneDNN, as a convolution of single pixels, than by MKL."""
+    return factor.dtype == torch.float32 and factor.device.type == "cpu" and _mkl_is_slow()
+
+
+def _convolves(left: Tensor, right: Tensor, reordered: int) -> bool:
+    """Return whether `left right`, or its like, is such a product; oneDNN reorders so many of its numbers."""
+    enough = left.numel() * right.shape[1] > LEAST_CONVOLVED and 4 * reordered <= LARGEST_CONVOLVED
+    return enough and is_convolved(left) and min(*left.shape, *right.shape) >= NARROWEST_CONVOLVED
 
 
 def _as_pixels(rows: Tensor) -> Tensor:
@@ -742,13 +747,21 @@ def _as_pixels(rows: Tensor) -> Tensor:
     return rows.view(1, 1, *rows.shape).permute(0, 3, 1, 2)
 
 
-def product_of_rows(rows: Tensor, matrix: Tensor, added: Tensor | None = None) -> Tensor:
-    """Return `rows matrix`, or `rows matrix + added`, `[rows, m]` from `[rows, n]` and `[n, m]`."""
-    if not _convolves(rows):
-        return torch.mm(rows, matrix) if added is None else torch.addmm(added, rows, matrix)
-    pixels = torch.conv2d(_as_pixels(rows), matrix.mT.contiguous()[..., None, None])
-    product = pixels.permute(0, 2, 3, 1).reshape(rows.shape[0], matrix.shape[1])
-    return product if added is None else product.add_(added)
+def product_of_rows(
+    rows: Tensor, matrix: Tensor, added: Tensor | None = None, alpha: float = 1.0, out: Tensor | None = None
+) -> Tensor:
+    """Return `rows matrix`, or `added + α rows matrix`, `[rows, m]` from `[rows, n]` and `[n, m]`; where it helps, in
+    `out`, which may be `added`."""
+    if not _convolves(rows, matrix, matrix.numel()) or not rows.is_contiguous():
+        if added is None:
+            return torch.mm(rows, matrix, out=out)
+        return torch.addmm(added, rows, matrix, alpha=alpha, out=out)
+    if matrix.is_contiguous() and len(rows) < max(matrix.shape):
+        product = torch.conv2d(matrix[None, :, None], rows[..., None, None])[0, :, 0]
+    else:
+        pixels = torch.conv2d(_as_pixels(rows), matrix.mT.contiguous()[..., None, None])
+        product = pixels.permute(0, 2, 3, 1).reshape(rows.shape[0], matrix.shape[1])
+    return product if added is None else torch.add(added, product, alpha=alpha, out=product)
 
 
 def product_over_rows(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
@@ -756,8 +769,10 @@ def product_over_rows(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor
     at least float32 and, where cuBLAS can, written in float32 without rounding to 16 bits in between."""
     if left.device.type != "cpu" and left.element_size() == 2 and dtype == torch.float32:
         return torch.mm(left.mT, right, out_dtype=dtype)
-    if _convolves(left, right):
-        shape = left.shape[1], right.shape[1], 1, 1
+    if len(left) < right.shape[1] and is_convolved(left):
+        return product_of_rows(left.mT.contiguous(), right).to(dtype)
+    shape = left.shape[1], right.shape[1], 1, 1
+    if _convolves(left, right, shape[0] * shape[1]) and left.is_contiguous() and right.is_contiguous():
         return conv2d_weight(_as_pixels(right), shape, _as_pixels(left))[..., 0, 0].to(dtype)
     return torch.mm(left.mT, right).to(dtype)
 
@@ -765,19 +780,18 @@ def product_over_rows(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor
 def add_product(total: Tensor, left: Tensor, right: Tensor, overwrite: bool = False) -> None:
     """Do `total += leftᵀ right`, `[n, m]` from `[rows, n]` and `[rows, m]`; a total of at least their dtype. With
     `overwrite` whatever stands in the total, NaN too, does not count."""
+    if not total.is_contiguous():  # columns first
+        total, left, right = total.mT, right, left
     wider: dict[str, Any] = {} if total.dtype == right.dtype else {"out_dtype": total.dtype}
-    if total.nbytes <= PRODUCT_BYTES["cpu"] and _convolves(left, right):
-        product = product_over_rows(left, right, total.dtype)
-        total.copy_(product) if overwrite else total.add_(product)
-        return
-    if not wider or _adds_in_float32(right.device, right.dtype):
+    convolves = _convolves(left, right, min(total.numel(), right.numel()))
+    if not convolves and (not wider or _adds_in_float32(right.device, right.dtype)):
         torch.addmm(total, left.mT, right, beta=0 if overwrite else 1, out=total, **wider)
         return
     size = max(1, budget(PRODUCT_BYTES, right) // max(1, right.shape[1] * total.dtype.itemsize))
     # A CPU has no product of narrow factors with a float32 result: there it is rounded once.
-    wider = {} if right.device.type == "cpu" else {"out_dtype": total.dtype}
+    dtype = right.dtype if right.device.type == "cpu" else total.dtype
     for part, columns in zip(total.split(size), left.split(size, 1), strict=True):
-        product = torch.mm(columns.mT, right, **wider)
+        product = product_over_rows(columns, right, dtype)
         part.copy_(product) if overwrite else part.add_(product)
 
 

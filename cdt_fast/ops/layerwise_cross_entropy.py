@@ -448,13 +448,11 @@ class _Head:
         self._buffer: Tensor | None = None
 
     def logits(self, x: Tensor) -> Tensor:
-        """Return `x Wᵀ + b`, `[rows, padded V]`, in memory that the next call overwrites."""
+        """Return `x Wᵀ + b`, `[rows, padded V]`, in memory that the next call may overwrite."""
         if self._buffer is None or self._buffer.shape[0] < x.shape[0]:
             self._buffer = x.new_empty(x.shape[0], self.weight.shape[0])
         out = self._buffer[: x.shape[0]]
-        if self._bias is None:
-            return torch.mm(x, self.weight.mT, out=out)
-        return torch.addmm(self._bias, x, self.weight.mT, out=out)
+        return common.product_of_rows(x, self.weight.mT, self._bias, out=out)
 
     def sweep(
         self,
@@ -604,7 +602,11 @@ class _Gradients:
             (depth.new_empty if complete and one else depth.new_zeros)(depth.shape) if need else None
             for depth, need, one in zip(hidden, options.needs_hidden, on, strict=True)
         ]
-        self._of_weight = weight.new_empty(weight.shape, dtype=self._wide) if options.needs_weight else None
+        # A convolution takes the wider factor as it is, and finds the gradient columns first.
+        turned = weight.shape[0] > weight.shape[1] and common.is_convolved(weight)
+        size = weight.shape[::-1] if turned else weight.shape
+        of_weight = weight.new_empty(size, dtype=self._wide) if options.needs_weight else None
+        self._of_weight = of_weight.mT if turned and of_weight is not None else of_weight
         self._is_new = True  # the first chunk writes it: zeros would be written and read for nothing
         summed = self._wide if weight.device.type == "mps" else torch.float64  # which mps does not have
         self._of_bias = weight.new_zeros(weight.shape[0], dtype=summed) if options.needs_bias else None
@@ -620,11 +622,12 @@ class _Gradients:
         if all(output is None for output in outputs):
             return
         first = outputs[0]
-        if len(outputs) == 1 and isinstance(index, slice) and first is not None and first.dtype == gradient.dtype:
-            torch.mm(gradient, self._weight, out=first[index])
-            return
+        alone = len(outputs) == 1 and isinstance(index, slice) and first is not None and first.dtype == gradient.dtype
+        into = first[index] if alone and first is not None else None
         # One product for all depths, which reads the weight once.
-        product = torch.mm(gradient, self._weight)
+        product = common.product_of_rows(gradient, self._weight, out=into)
+        if product is into:
+            return
         for output, own in zip(outputs, product.chunk(len(outputs)), strict=True):
             if output is not None and isinstance(index, slice):
                 output[index] = own
@@ -641,7 +644,7 @@ class _Gradients:
         if self._of_weight is not None and self._is_new:
             self._of_weight.zero_()
         of_head = [gradient for gradient in (self._of_weight, self._of_bias) if gradient is not None]
-        return of_hidden + [gradient[:columns].to(dtype) for gradient in of_head]
+        return of_hidden + [gradient[:columns].to(dtype).contiguous() for gradient in of_head]
 
 
 # The op
@@ -730,7 +733,7 @@ def _gradients(
             logits = head.logits(x)
             head.sweep(logits, chunk.targets, scales=factor)
         else:
-            logits = (kept[chunk.place] * factor.unsqueeze(1)).to(options.dtype)
+            logits = torch.mul(own := kept[chunk.place], factor.unsqueeze(1), out=torch.empty_like(own))
         gradients.add(chunk, logits, x)
     return gradients.found(hidden[0].shape, len(weight), weight.dtype)
 

@@ -85,8 +85,9 @@ def _forward(
             tensors = codes.contiguous(), signal.contiguous(), dictionary.contiguous()
             next_codes, kept = kernels.forward(*tensors, step, threshold, nonlinearity, keep_residual, blocks)
             return next_codes, signal.new_empty((0, signal.shape[1])) if kept is None else kept
-    residual = torch.addmm(signal, codes, dictionary.mT, alpha=-1)
-    next_codes = common.shrink_(torch.addmm(codes, residual, dictionary, alpha=step), threshold, nonlinearity)
+    residual = common.product_of_rows(codes, dictionary.mT, signal, alpha=-1.0)
+    update = common.product_of_rows(residual, dictionary, codes, alpha=step)
+    next_codes = common.shrink_(update, threshold, nonlinearity)
     return next_codes, residual if keep_residual else residual.new_empty((0, residual.shape[1]))
 
 
@@ -121,7 +122,7 @@ def _gradients(
             parts = kernels.backward(*tensors, step, nonlinearity, needs_codes, needs_dictionary, blocks)
     if parts is None:
         grad_update = common.shrink_backward(grad_output, output, nonlinearity)
-        parts = None, torch.mm(grad_update, atoms.mT).mul_(step), grad_update
+        parts = None, common.product_of_rows(grad_update, atoms.mT).mul_(step), grad_update
     grad_codes, grad_residual, grad_update = parts
     if codes is not None and residual is not None and grad_update is not None:
         # dD = step · Rᵀ dU − dRᵀ H, each product in float32 where the card can write it.
@@ -131,7 +132,7 @@ def _gradients(
         grad_dictionary = grad_dictionary.to(dictionary.dtype)
     if needs_codes and grad_codes is None and grad_update is not None:
         # In place of dU: on a CPU a fresh tensor of that size can cost as much as the product.
-        grad_codes = grad_update.addmm_(grad_residual, atoms, alpha=-1)
+        grad_codes = common.product_of_rows(grad_residual, atoms, grad_update, alpha=-1.0, out=grad_update)
     return [grad_codes, grad_residual, grad_dictionary]
 
 

@@ -84,7 +84,8 @@ def _forward(
         with common.or_plain_torch("residual_linear", x) as kernels:
             blocks = common.blocks_for(kernels.BLOCKS, x)
             return kernels.forward(x, weight, residual, alpha, threshold, nonlinearity, blocks)
-    return common.shrink_(torch.addmm(residual.to(x.dtype), x, weight, alpha=alpha), threshold, nonlinearity)
+    update = common.product_of_rows(x, weight, residual.to(x.dtype), alpha)
+    return common.shrink_(update, threshold, nonlinearity)
 
 
 def _forward_fake(x: Tensor, weight: Tensor, *others: Any) -> Tensor:
@@ -113,7 +114,7 @@ def _gradients(
     grad_update = grad_output if output is None else common.shrink_backward(grad_output, output, nonlinearity)
     grad_x = grad_weight = None
     if weight is not None:
-        grad_x = torch.mm(grad_update, weight.to(grad_update.dtype).mT).mul_(alpha)
+        grad_x = common.product_of_rows(grad_update, weight.to(grad_update.dtype).mT).mul_(alpha)
     if x is not None:
         grad_weight = common.product_over_rows(x, grad_update, weight_dtype).mul_(alpha)
     if output is None and needs[2]:

@@ -264,25 +264,34 @@ def test_on_hopper_narrow_layers_are_composed_and_unaligned_tensors_copied(
         assert second is aligned
 
 
+@pytest.mark.parametrize("rows", [7, 37])  # less and more than the widest matrix
 @pytest.mark.parametrize("convolves", [False, True])
-def test_products_of_rows_are_exact_by_convolutions_too(convolves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_of_rows_are_exact_by_convolutions_too(
+    convolves: bool, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(common, "_mkl_is_slow", lambda: convolves)
     monkeypatch.setattr(common, "LEAST_CONVOLVED", 1)
-    left, right, total = torch.randn(37, 5), torch.randn(37, 11), torch.randn(5, 11)
-    matrix, added = torch.randn(11, 5).mT, torch.randn(37, 11)
+    monkeypatch.setattr(common, "NARROWEST_CONVOLVED", 1)
+    monkeypatch.setitem(common.PRODUCT_BYTES, "cpu", 4 * 3 * 11)  # of sums: three rows at a time
+    left, right, total = torch.randn(rows, 5), torch.randn(rows, 11), torch.randn(5, 11)
+    matrix, added = torch.randn(11, 5).mT, torch.randn(rows, 11)
     calls = []
     monkeypatch.setattr(torch, "conv2d", lambda *args, of=torch.conv2d: calls.append(args) or of(*args))
-    summed, written = total.clone(), torch.full_like(total, float("nan"))
+    summed, turned, written = total.clone(), total.mT.contiguous().mT, torch.full_like(total, float("nan"))
     common.add_product(summed, left, right)
+    common.add_product(turned, left, right)
     common.add_product(written, left, right, overwrite=True)
-    wide = left.double().mT @ right.double()
+    wide, product = left.double().mT @ right.double(), left.double() @ matrix.double()
     pairs = [
-        (common.product_of_rows(left, matrix), left.double() @ matrix.double()),
-        (common.product_of_rows(left, matrix.contiguous(), added), left.double() @ matrix.double() + added.double()),
+        (common.product_of_rows(left, matrix), product),
+        (common.product_of_rows(left, matrix.contiguous(), added, alpha=-0.5), added.double() - 0.5 * product),
+        (common.product_of_rows(left, matrix, added[0]), added[0].double() + product),
         (common.product_over_rows(left, right, torch.float32), wide),
         (summed, total.double() + wide),
+        (turned, total.double() + wide),
         (written, wide),
+        (common.product_of_rows(left, matrix, out := added.clone(), out=out), added.double() + product),
     ]
     for found, expected in pairs:
         torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
-    assert len(calls) == 2 * convolves
+    assert (len(calls) >= 4) == convolves
