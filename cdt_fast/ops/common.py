@@ -736,9 +736,10 @@ def is_convolved(factor: Tensor) -> bool:
     return factor.dtype == torch.float32 and factor.device.type == "cpu" and _mkl_is_slow()
 
 
-def _convolves(left: Tensor, right: Tensor, reordered: int) -> bool:
-    """Return whether `left right`, or its like, is such a product; oneDNN reorders so many of its numbers."""
-    enough = left.numel() * right.shape[1] > LEAST_CONVOLVED and 4 * reordered <= LARGEST_CONVOLVED
+def convolves(left: Tensor, right: Tensor, reordered: int | None = None) -> bool:
+    """Return whether `left right`, or its like, is such a product; oneDNN reorders so many of its numbers (`right`)."""
+    numbers = right.numel() if reordered is None else reordered
+    enough = left.numel() * right.shape[1] > LEAST_CONVOLVED and 4 * numbers <= LARGEST_CONVOLVED
     return enough and is_convolved(left) and min(*left.shape, *right.shape) >= NARROWEST_CONVOLVED
 
 
@@ -752,7 +753,7 @@ def product_of_rows(
 ) -> Tensor:
     """Return `rows matrix`, or `added + α rows matrix`, `[rows, m]` from `[rows, n]` and `[n, m]`; where it helps, in
     `out`, which may be `added`."""
-    if not _convolves(rows, matrix, matrix.numel()) or not rows.is_contiguous():
+    if not convolves(rows, matrix) or not rows.is_contiguous():
         if added is None:
             return torch.mm(rows, matrix, out=out)
         return torch.addmm(added, rows, matrix, alpha=alpha, out=out)
@@ -772,7 +773,7 @@ def product_over_rows(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor
     if len(left) < right.shape[1] and is_convolved(left):
         return product_of_rows(left.mT.contiguous(), right).to(dtype)
     shape = left.shape[1], right.shape[1], 1, 1
-    if _convolves(left, right, shape[0] * shape[1]) and left.is_contiguous() and right.is_contiguous():
+    if convolves(left, right, shape[0] * shape[1]) and left.is_contiguous() and right.is_contiguous():
         return conv2d_weight(_as_pixels(right), shape, _as_pixels(left))[..., 0, 0].to(dtype)
     return torch.mm(left.mT, right).to(dtype)
 
@@ -783,11 +784,12 @@ def add_product(total: Tensor, left: Tensor, right: Tensor, overwrite: bool = Fa
     if not total.is_contiguous():  # columns first
         total, left, right = total.mT, right, left
     wider: dict[str, Any] = {} if total.dtype == right.dtype else {"out_dtype": total.dtype}
-    convolves = _convolves(left, right, min(total.numel(), right.numel()))
-    if not convolves and (not wider or _adds_in_float32(right.device, right.dtype)):
+    convolved = convolves(left, right, min(total.numel(), right.numel()))
+    if not convolved and (not wider or _adds_in_float32(right.device, right.dtype)):
         torch.addmm(total, left.mT, right, beta=0 if overwrite else 1, out=total, **wider)
         return
-    size = max(1, budget(PRODUCT_BYTES, right) // max(1, right.shape[1] * total.dtype.itemsize))
+    parts = -(-total.nbytes // budget(PRODUCT_BYTES, right))
+    size = max(1, -(-len(total) // max(1, parts)))
     # A CPU has no product of narrow factors with a float32 result: there it is rounded once.
     dtype = right.dtype if right.device.type == "cpu" else total.dtype
     for part, columns in zip(total.split(size), left.split(size, 1), strict=True):

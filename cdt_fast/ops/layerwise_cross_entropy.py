@@ -19,9 +19,9 @@ from cdt_fast.ops import common
 # Bytes of a chunk's logits: enough rows for the products to run at full speed (on a GPU thousands, also for a
 # vocabulary of 128,256), and little beside the gradients.
 CHUNK_BYTES = {"cpu": 16 * 2**20, "cuda": 512 * 2**20}
-# Depths of at most so many rows share a chunk, or of at most as many as the vocabulary has entries. It is faster
-# to scale the gradients of so few hidden states than to take a second pass of small steps.
-FEW_ROWS = 512
+# Depths of at most so many rows, or bytes, share a chunk, or of at most as many rows as the vocabulary has entries. It
+# is faster to scale the gradients of so few hidden states than to take a second pass of small steps.
+FEW_ROWS, FEW_BYTES = 512, 2**19
 # Bytes, in float32, of the rows that plain torch sweeps together: its dozen steps stay in a CPU's cache.
 SWEEP_BYTES = {"cpu": 4 * 2**20, "cuda": 64 * 2**20}
 # Rows of fewer columns are swept with the classes first, unless they are few numbers: torch's loops over so few columns
@@ -410,11 +410,12 @@ def _chunks(rows: Sequence[_Rows], weight: Tensor, options: _Options, kinds: Seq
     if weight.device.type in ("cuda", "meta"):
         least = min(least, common.spec_of(weight.device).memory // (CARD_SHARE * vocabulary * size))
     most = options.chunk_tokens or max(128, fitting // 128 * 128, least // 128 * 128)
+    few = max(FEW_ROWS, vocabulary, FEW_BYTES // (max(1, width) * size))
     for some in rows:
         depths, count = some.depths, some.targets.shape[0]
         while depths and count:
             # Copying the states of a few rows costs less than calls of their own, or than reading and writing dW.
-            together = depths[: max(1, most // count) if count <= max(FEW_ROWS, vocabulary) else 1]
+            together = depths[: max(1, most // count) if count <= few else 1]
             same = next((n for n, depth in enumerate(together) if kinds[depth] != kinds[together[0]]), len(together))
             size = -(-count // -(-count // most))
             before = some.first + (depths.start - some.depths.start) * count
@@ -449,10 +450,13 @@ class _Head:
 
     def logits(self, x: Tensor) -> Tensor:
         """Return `x Wᵀ + b`, `[rows, padded V]`, in memory that the next call may overwrite."""
+        matrix = self.weight.mT
+        if common.convolves(x, matrix):
+            return common.product_of_rows(x, matrix, self._bias)
         if self._buffer is None or self._buffer.shape[0] < x.shape[0]:
             self._buffer = x.new_empty(x.shape[0], self.weight.shape[0])
         out = self._buffer[: x.shape[0]]
-        return common.product_of_rows(x, self.weight.mT, self._bias, out=out)
+        return common.product_of_rows(x, matrix, self._bias, out=out)
 
     def sweep(
         self,

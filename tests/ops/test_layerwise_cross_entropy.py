@@ -59,7 +59,7 @@ def test_what_is_not_needed_costs_no_product(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("extras", [("bias",), ALL])
-@pytest.mark.parametrize("few", [{"FEW_NUMBERS": 0}, {"FEW_ROWS": 0}, {}])
+@pytest.mark.parametrize("few", [{"FEW_NUMBERS": 0}, {"FEW_ROWS": 0, "FEW_BYTES": 0}, {}])
 @pytest.mark.parametrize("multiple", [1, 64])
 def test_a_classifier_of_many_rows(
     monkeypatch: pytest.MonkeyPatch, multiple: int, few: dict[str, int], extras: tuple[str, ...]
