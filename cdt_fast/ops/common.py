@@ -716,8 +716,8 @@ def wide_product(left: Tensor, right: Tensor, dtype: torch.dtype, out: Tensor | 
     return torch.bmm(left.to(dtype), right.to(dtype), out=out)
 
 
-# Multiplications and width from which a convolution takes half of the time where MKL is slow, and bytes of a matrix up
-# to which: oneDNN puts it into an order of its own each time.
+# Multiplications and width from which a convolution takes half of the time where MKL is slow, and bytes of what oneDNN
+# reorders up to which it does.
 LEAST_CONVOLVED, NARROWEST_CONVOLVED, LARGEST_CONVOLVED = 2**23, 32, 16 * 2**20
 
 
@@ -737,7 +737,8 @@ def is_convolved(factor: Tensor) -> bool:
 
 
 def convolves(left: Tensor, right: Tensor, reordered: int | None = None) -> bool:
-    """Return whether `left right`, or its like, is such a product; oneDNN reorders so many of its numbers (`right`)."""
+    """Return whether a convolution is the faster way to `left right`, or `leftᵀ right`; oneDNN puts so many numbers
+    (those of `right`) into an order of its own."""
     numbers = right.numel() if reordered is None else reordered
     enough = left.numel() * right.shape[1] > LEAST_CONVOLVED and 4 * numbers <= LARGEST_CONVOLVED
     return enough and is_convolved(left) and min(*left.shape, *right.shape) >= NARROWEST_CONVOLVED
@@ -770,7 +771,7 @@ def product_over_rows(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor
     at least float32 and, where cuBLAS can, written in float32 without rounding to 16 bits in between."""
     if left.device.type != "cpu" and left.element_size() == 2 and dtype == torch.float32:
         return torch.mm(left.mT, right, out_dtype=dtype)
-    if len(left) < right.shape[1] and is_convolved(left):
+    if len(left) < right.shape[1] and convolves(left, right):
         return product_of_rows(left.mT.contiguous(), right).to(dtype)
     shape = left.shape[1], right.shape[1], 1, 1
     if convolves(left, right, shape[0] * shape[1]) and left.is_contiguous() and right.is_contiguous():
