@@ -83,9 +83,8 @@ def _trained(clip: str | None, out: Path, number: int) -> tuple[str, Table, list
     data = None
     for one in progress_bar(experiments.plan(experiment, "demo", out), desc="train", unit="network"):
         folder, task, state = RunFolder(one.path), tasks.task_of(one.settings), one.state()
-        data = task.load(one.settings, progress=False) if data is None else data
         folder = RunFolder.create(one.path, one.settings) if state == "new" else folder
-        loop.train(folder, one.settings, task, data, resume=state != "new", progress=False)
+        data = loop.train(folder, one.settings, task, data, resume=state != "new", progress=False)
         runs.append(replace(evaluation.evaluate_run(folder, one.settings, task, data), name=one.run))
     first = runs[0].evaluation
     index = figures.nearest_level(first)

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -16,6 +17,7 @@ from cdt_fast.files import read_json, write_json
 from cdt_fast.tasks import open_run
 from cdt_fast.training.checkpoint import load_checkpoint, save_checkpoint
 from cdt_fast.training.run_folder import RunFolder
+from cdt_fast.video import task
 from cdt_fast.video.settings import VideoSettings
 from tests.runs import Call, Config
 from tests.tiny import tiny_arguments
@@ -126,11 +128,13 @@ def test_a_run_that_is_to_resume_is_never_removed(call: Call, tmp_path: Path, ti
 
 
 def test_training_prints_tables_a_verdict_and_the_report(
-    call: Call, clip: Path, tmp_path: Path, quick_figures: None
+    call: Call, clip: Path, tmp_path: Path, quick_figures: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = tmp_path / "run"
+    run, read = tmp_path / "run", Mock(wraps=task.load)
+    monkeypatch.setattr(task, "load", read)
     answer = call("train", "video", clip, "--out", run, *tiny_arguments())
     assert answer.status == 0
+    assert read.call_count == 1, "the evaluation reads the data again"
     assert "\r" not in answer.err
     first, *others = answer.out.strip().split("\n\n")[0].splitlines()
     assert first.split("  ")[-1] == "than plain training"

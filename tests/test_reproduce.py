@@ -99,13 +99,13 @@ def test_a_signal_says_how_to_go_on(call: Call, clip: Path, tmp_path: Path, monk
     trained, resumed = [], []
     original = loop.train
 
-    def train(run: RunFolder, config: VideoSettings, task: Any, data: Any, *, resume: bool) -> None:
+    def train(run: RunFolder, config: VideoSettings, task: Any, data: Any, *, resume: bool) -> Any:
         resumed.append(resume)
         if len(trained) == 1:
             trained.append("")
             raise loop.Interrupted(2, 3)
         trained.append(run.name)
-        original(run, config, task, data, resume=resume, progress=False)
+        return original(run, config, task, data, resume=resume, progress=False)
 
     monkeypatch.setattr(loop, "train", train)
     answer = call("reproduce", "tiny", clip, "--out", tmp_path / "out", "--seeds", "3")

@@ -86,7 +86,7 @@ def _train_and_evaluate(run: RunFolder, settings: RunSettings, data: Any = None,
     from cdt_fast.training import loop
 
     try:
-        loop.train(run, settings, tasks.task_of(settings), data, resume=resumed)
+        data = loop.train(run, settings, tasks.task_of(settings), data, resume=resumed)
     except (Interrupted, RunInUse):
         raise
     except BaseException:

@@ -35,11 +35,11 @@ _SCATTER, _HOPELESS = 1.1, 2.0
 
 def train(
     run: RunFolder, settings: RunSettings, task: Task, data: Any = None, *, resume: bool = False, progress: bool = True
-) -> None:
+) -> Any:
     """Train to the end, or until a signal, and leave the best model in `run.model`; `run.config` exists.
 
-    `data` are what the task loads for these settings, where that was done. `resume` continues from the checkpoint, if
-    there is one, bit for bit. `progress` says on stderr what the data are and how the training goes.
+    `data` are what the task loads for these settings, where that was done, and are returned. `resume` continues from
+    the checkpoint, if there is one, bit for bit. `progress` says on stderr what the data are and how the training goes.
 
     Interrupted: SIGINT or SIGTERM came; a checkpoint was written first. InputError: settings, data or checkpoint cannot
     be used; another process trains the run; losses are not finite.
@@ -58,6 +58,7 @@ def train(
         run.remove_leftovers()
         run.truncate_metrics(-1 if state is None else trainer.step)  # a start is logged anew
         trainer.run(progress)
+    return data
 
 
 class Trainer:
