@@ -29,7 +29,7 @@ _SUFFIXES = (".tsv", ".csv", ".json", ".jsonl")
 _PARTS = (("train",), ("dev", "validation", "valid", "val"), ("test", "dev_matched"))  # names of each part
 _ORDER_SEED = 0
 _SPLIT_SEED = 20_260_117  # one division for every run, so that runs with other seeds are measured on the same texts
-_BREAKS = re.compile(r"\s*(?:<br\s*/?>\s*)+", re.IGNORECASE)
+_BREAK = re.compile(r"<br\s*/?>", re.IGNORECASE)
 _TASK = "Below is an instruction that describes a task"
 _REQUEST = "Write a response that appropriately completes the request."
 
@@ -241,7 +241,7 @@ def _labeled(source: Path, rows: Iterable[Row], columns: tuple[str, str, str | N
             continue
         values.append(value)
         for column, part in texts.items():
-            part.append(_BREAKS.sub(" ", _text(row, column, advice)).strip())
+            part.append(" ".join(filter(None, map(str.strip, _BREAK.split(_text(row, column, advice))))))
             if not value or not part[-1]:
                 raise InputError(f"{row[0]}: {column if value else label!r} is empty")
     if not values:

@@ -46,10 +46,11 @@ def load(task: str, source: Path, **shares: float) -> Any:
 
 
 def test_reviews_in_a_csv_with_quotes_and_line_breaks(tmp_path: Path) -> None:
-    content = 'Sentiment,Text\nNegative,Bad.<br /><br />Really  bad.\nNegative,"The ""best"" film,of <BR>2001\nis.'
+    gap = " " * 300_000  # minutes, in quadratic time
+    content = f'Sentiment,Text\nNegative,Bad.<br /><br />Really{gap}bad.\nNegative,"The ""best"" film,of <BR>2001\nis.'
     path = write(tmp_path / "train.csv", content + "\"\nPositive,It's 8½ minutes too short!\n")
     data = read(path, text_column="Text", label_column="Sentiment")
-    assert data.texts == ["Bad. Really  bad.", 'The "best" film,of 2001\nis.', "It's 8½ minutes too short!"]
+    assert data.texts == [f"Bad. Really{gap}bad.", 'The "best" film,of 2001\nis.', "It's 8½ minutes too short!"]
     assert (data.labels, data.names, data.text_pair) == ([0, 0, 1], ["Negative", "Positive"], None)
 
 
