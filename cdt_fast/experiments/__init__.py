@@ -66,7 +66,8 @@ class Experiment:
         model: str | None = None,
         limit: int | None = None,
     ) -> Experiment:
-        """Return the same experiment with some of its runs and cells alone, and other settings."""
+        """Return the same experiment with some of its runs and cells alone, and other settings; without `gammas`, the
+        cells at the training noise of the first one."""
         for name in runs or ():
             if name not in self.runs:
                 raise InputError(f"--runs must be of {', '.join(self.runs)}, got {name!r}")
@@ -78,6 +79,8 @@ class Experiment:
                 if f"{value:g}" not in known:
                     raise InputError(f"{option} must be of {', '.join(dict.fromkeys(known)) or 'none'}, got {value:g}")
             cells = [cell for cell in cells if chosen is None or getattr(cell, attribute) in chosen]
+        if gammas is None:
+            cells = [cell for cell in cells if cell.gamma == cells[0].gamma]
         cells = [cell._replace(seeds=list(dict.fromkeys(seeds or cell.seeds))) for cell in cells]
         training = {**self.shared.get("training", {}), **({} if steps is None else {"steps": steps})}
         network = dict(self.shared.get("model", {}))
