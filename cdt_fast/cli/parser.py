@@ -106,7 +106,7 @@ def build_parser() -> Parser:
     add("--seeds", type=numbers, metavar="LIST", help="seeds of each run, as in 0,1,2 (the experiment's)")
     add("--runs", type=lambda names: names.split(","), metavar="LIST", help="some of its runs by name (all)")
     add("--layers", type=numbers, metavar="LIST", help="some of its depths, as in 3,7 (all)")
-    add("--gammas", type=levels, metavar="LIST", help="its levels of training noise, as in 0,0.15 (the first)")
+    add("--gammas", type=levels, metavar="LIST", help="levels of training noise, as in 0,0.15 (the first cell's)")
     add("--steps", metavar="N", type=int, help="optimizer steps of a training (the experiment's)")
     add("--limit", metavar="N", type=int, help="test samples that a run is measured on, for a trial (all)")
     add("--model", metavar="DIR", help="pretrained network to train, or to take the word embeddings of a text UT from")

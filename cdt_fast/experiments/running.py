@@ -52,6 +52,7 @@ def _times(run: PlannedRun, data: Any) -> tuple[int, float, float, float]:
     settings = run.settings
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(RunFolder(folder), settings, task_of(settings), data)
+        trainer.step = trainer.warmup_steps  # until then inner depths have no gradient
         workload, autocast, ends = trainer.workload, trainer.execution.autocast, []
         validation = (lambda: workload.validation_losses(autocast), lambda: workload.validation_error(autocast))
         for work in (*[trainer._train_step] * (1 + _TIMED_STEPS), *validation):

@@ -71,7 +71,7 @@ def measure(
 
     Matrix products are in the dtype `autocast`, where it is given, as those of the training are.
     """
-    rmse = _measured(_all_depths(model, settings, autocast), data.test, data.sigma, settings, device_of(model))
+    rmse = _measured(_depths(model, settings, autocast), data.test, data.sigma, settings, device_of(model))
     with torch.autocast(device_of(model).type, autocast, enabled=autocast is not None):
         losses = _losses_of_samples(model, data, settings)
     final = [depths[-1] for depths in rmse]
@@ -95,19 +95,20 @@ def mean_rmse(
     model: Denoiser, windows: Windows, settings: VideoSettings, sigma: float, autocast: torch.dtype | None
 ) -> float:
     """Return the headline of `VideoEvaluation` on these windows."""
-    denoise = _all_depths(model, settings, autocast)
+    # Of crops the last depth alone would be another estimate, of fewer grids.
+    denoise = _depths(model, settings, autocast, only_last=not settings.crops)
     rmse = _measured(denoise, windows, sigma, settings, device_of(model), shown=False)
     return sum(depths[-1] for depths in rmse) / len(rmse)
 
 
-def _all_depths(
-    model: Denoiser, settings: VideoSettings, autocast: torch.dtype | None
+def _depths(
+    model: Denoiser, settings: VideoSettings, autocast: torch.dtype | None, only_last: bool = False
 ) -> Callable[[Tensor, Tensor], list[Tensor]]:
     dtype = next(model.parameters()).dtype
 
     def denoise(noisy: Tensor, deviation: Tensor) -> list[Tensor]:
         with torch.autocast(noisy.device.type, autocast, enabled=autocast is not None):
-            return reconstructed(model, settings, noisy.to(dtype), deviation.to(dtype))
+            return reconstructed(model, settings, noisy.to(dtype), deviation.to(dtype), only_last=only_last)
 
     return denoise
 
