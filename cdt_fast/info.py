@@ -18,13 +18,15 @@ _OPTIONAL |= {name: name for name in ("transformers", "peft", "trl", "lightning"
 def collect() -> dict[str, Any]:
     """Return facts by name, words and numbers only."""
     device = _said(_gpu, "cpu")
-    narrow = device.startswith("cuda") and torch.cuda.is_bf16_supported(False)
+    on_gpu = device.startswith("cuda")
+    narrow = torch.cuda.is_bf16_supported(False) if on_gpu else common.cpu_has_bf16_products()
+    products = "bfloat16, with weights in float32" + " (lm: float32)" * (not on_gpu) if narrow else "float32"
     facts: dict[str, Any] = {
         "cdt_fast": cdt_fast.__version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "device": device,
-        "training computes in": "bfloat16 and float32 weights by default" if narrow else "float32 by default",
+        "training multiplies in": f"{products}, by default",
         "ops run on": _said(common.explain),
         "CPU threads": torch.get_num_threads(),
         "CPU instructions": torch.backends.cpu.get_cpu_capability(),

@@ -26,6 +26,13 @@ def test_info_says_what_is_here(call: Callable[..., Any]) -> None:
         assert line.endswith(str(value))
 
 
+@pytest.mark.parametrize("narrow", [True, False])
+def test_info_says_what_a_training_on_this_cpu_multiplies_in(narrow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(common, "cpu_has_bf16_products", lambda: narrow)
+    expected = "bfloat16, with weights in float32 (lm: float32), by default" if narrow else "float32, by default"
+    assert info.collect()["training multiplies in"] == expected
+
+
 @pytest.mark.parametrize(
     ("spec", "words"),
     [

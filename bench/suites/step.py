@@ -81,7 +81,7 @@ def _case(work: Work, dtype: str, device: torch.device, compilers: dict[str, Cal
 
     eager, note = weighted(written_out_losses), ""
     baselines = [Implementation("eager", "eager", lambda: prepare(eager))]
-    if dtype == "bfloat16" and device.type == "cpu":  # a CPU is trained in float32 unless somebody chooses otherwise
+    if dtype == "bfloat16" and device.type == "cpu":  # eager torch on a CPU is in float32 unless somebody asks
         baselines = [Implementation("eager, float32", "eager", lambda: prepare(eager, "float32"))]
         baselines.append(Implementation("eager, bfloat16", "peer", lambda: prepare(eager)))
         note = "eager is in float32, all else in bfloat16"

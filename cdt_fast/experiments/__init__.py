@@ -152,7 +152,7 @@ def listing() -> str:
         lines += [f"  {experiment.name}: {experiment.title}", f"      SOURCE: {experiment.source}"]
         known = [f"{cell.name}: {' / '.join(map(str, cell.paper.values()))}" for cell in experiment.cells if cell.paper]
         lines += [f"      constrained / plain in the paper: {'; '.join(known)}"] * bool(known)
-    times = "A run takes 4 to 10 minutes of one core on Ped2, 10 to 45 on IMDb; all is said before it begins."
+    times = "A run takes 4 to 16 minutes on Ped2, 10 to 45 on IMDb; all is said before it begins."
     return "\n".join([*lines, "", times, "", "example: cdt-fast reproduce video clip.mp4 --seeds 0 --out runs/clip"])
 
 
