@@ -161,6 +161,24 @@ def test_a_forecast_times_what_takes_equally_long_once(
     assert "6 of 6 runs to train: about 14 min" in answer.err
 
 
+def test_a_forecast_is_by_steps_after_the_warm_up(
+    clip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_experiment: Path
+) -> None:
+    """Until then depths without a weight have no gradient."""
+    more = "\n[runs.later.constraints]\nwarmup_epochs = 2\n"
+    tiny_experiment.write_text(tiny_experiment.read_text() + more)
+    steps, step = [], loop.Trainer._train_step
+
+    def train_step(trainer: loop.Trainer) -> None:
+        steps.append(trainer.step - trainer.warmup_steps)
+        step(trainer)
+
+    monkeypatch.setattr(loop.Trainer, "_train_step", train_step)
+    experiment = experiments.Experiment.load("tiny").narrowed(["later"])
+    running.forecast(experiment, experiments.plan(experiment, str(clip), tmp_path / "out"))
+    assert steps == [0, 1, 2, 3]
+
+
 def test_another_data_set_is_refused_before_anything_is_trained(
     call: Call, clip: Path, tmp_path: Path, tiny_experiment: Path
 ) -> None:

@@ -20,7 +20,7 @@ from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.video.data import from_patches, to_patches
 from cdt_fast.video.data.clips import Clip
 from cdt_fast.video.data.windows import DecodedClip, Part, VideoData, Windows, load_clip
-from cdt_fast.video.evaluation import baseline_errors, mean_depth_losses, measure
+from cdt_fast.video.evaluation import baseline_errors, mean_depth_losses, mean_rmse, measure
 from cdt_fast.video.figures import keep_frames
 from cdt_fast.video.networks import build_network
 from cdt_fast.video.noise import noisy_batches
@@ -106,7 +106,17 @@ def test_every_number_is_that_of_its_definition(tiny_config: Config, longer: Pat
     assert found["per_sample"]["median_ratio"] == pytest.approx(every.median().item(), rel=1e-5)
     assert found["per_sample"]["descending_fraction"] == (every < 1).double().mean().item()
     assert found["mean_rmse"] == sum(found["rmse"]) / 2
+    assert mean_rmse(model, data.test, config, data.sigma, None) == pytest.approx(found["mean_rmse"], rel=1e-6)
     assert found["parameters"] == sum(map(torch.numel, model.parameters()))
+
+
+def test_validation_on_crops_measures_what_the_evaluation_does() -> None:
+    """By itself, the last depth is an estimate of fewer grids."""
+    config = VideoSettings.chosen({"model": {"layers": 2}})
+    windows = Windows([DecodedClip("clip", scrolling_clip(8, 32, 32))], [Part(0, 0, 8)], 8, 32)
+    data, model = VideoData(windows, windows, windows, 1 / 255, "", {}), build_network(config)
+    expected = measure(model, data, config)["mean_rmse"]
+    assert mean_rmse(model, windows, config, data.sigma, None) == pytest.approx(expected, rel=1e-6)
 
 
 class _Perfect(DUST):
