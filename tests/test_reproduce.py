@@ -232,9 +232,10 @@ def test_a_folder_with_a_run_of_other_settings_is_left_alone(
     ("words", "message"),
     [
         (["film", "clip"], "there is no experiment 'film'; known: ablation"),
-        (["video", "clip", "--seeds", "0,a"], "argument --seeds: invalid numbers value: '0,a'"),
+        (["video", "clip", "--seeds", "0,a"], "argument --seeds: must be whole numbers, as in 3,7, got '0,a'"),
         (["video", "clip", "--runs", "plain,deep"], "--runs must be of plain-tied, plain, constrained, got 'deep'"),
-        (["video", "clip", "--layers", "7"], "--layers must be of none, got 7"),
+        (["paper-dust", "ped2", "--gammas", ""], "argument --gammas: must be numbers, as in 0,0.15, got ''"),
+        (["video", "clip", "--layers", "7"], "--layers: video has none to choose from, got 7"),
         (["paper-encoder", "imdb"], "--model is missing, the folder of the network that paper-encoder trains"),
         (["paper-dust", "ped2", "--model", "vit"], "--model: paper-dust takes no pretrained network"),
         (["video", "clip", "--steps", "0"], "[training] steps must be greater than or equal to 1, got 0"),

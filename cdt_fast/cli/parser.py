@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import typing
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import cdt_fast
@@ -103,9 +104,11 @@ def build_parser() -> Parser:
     command.epilog, add = experiments.listing(), command.add_argument
     add("name", metavar="NAME", help="which experiment")
     add("source", metavar="SOURCE", help="where its data are")
-    add("--seeds", type=numbers, metavar="LIST", help="seeds of each run, as in 0,1,2 (the experiment's)")
+    whole = _list_of(int, "whole numbers, as in 3,7")
+    add("--seeds", type=whole, metavar="LIST", help="seeds of each run, as in 0,1,2 (the experiment's)")
     add("--runs", type=lambda names: names.split(","), metavar="LIST", help="some of its runs by name (all)")
-    add("--layers", type=numbers, metavar="LIST", help="some of its depths, as in 3,7 (all)")
+    add("--layers", type=whole, metavar="LIST", help="some of its depths, as in 3,7 (all)")
+    levels = _list_of(float, "numbers, as in 0,0.15")
     add("--gammas", type=levels, metavar="LIST", help="levels of training noise, as in 0,0.15 (the first cell's)")
     add("--steps", metavar="N", type=int, help="optimizer steps of a training (the experiment's)")
     add("--limit", metavar="N", type=int, help="test samples that a run is measured on, for a trial (all)")
@@ -128,14 +131,14 @@ def build_parser() -> Parser:
     return parser
 
 
-def numbers(words: str) -> list[int]:
-    """Convert words of the command line; argparse names this function in its message."""
-    return [int(word) for word in words.split(",")]
+def _list_of(kind: type, expected: str) -> Callable[[str], list[Any]]:
+    def convert(words: str) -> list[Any]:
+        try:
+            return [kind(word) for word in words.split(",")]
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"must be {expected}, got {words!r}") from None
 
-
-def levels(words: str) -> list[float]:
-    """As `numbers`."""
-    return [float(word) for word in words.split(",")]
+    return convert
 
 
 def _level(word: str) -> float | None:

@@ -76,8 +76,10 @@ class Experiment:
         for option, attribute, chosen in (("--layers", "layers", layers), ("--gammas", "gamma", gammas)):
             for value in chosen or ():
                 known = [f"{there:g}" for cell in cells if (there := getattr(cell, attribute)) is not None]
+                if not known:
+                    raise InputError(f"{option}: {self.name} has none to choose from, got {value:g}")
                 if f"{value:g}" not in known:
-                    raise InputError(f"{option} must be of {', '.join(dict.fromkeys(known)) or 'none'}, got {value:g}")
+                    raise InputError(f"{option} must be of {', '.join(dict.fromkeys(known))}, got {value:g}")
             cells = [cell for cell in cells if chosen is None or getattr(cell, attribute) in chosen]
         if gammas is None:
             cells = [cell for cell in cells if cell.gamma == cells[0].gamma]
