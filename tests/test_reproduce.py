@@ -206,7 +206,6 @@ def test_some_of_the_runs_and_other_steps(call: Call, tmp_path: Path, monkeypatc
     dust = experiments.Experiment.load("paper-dust")
     cells = dust.narrowed(layers=[7], gammas=[0.11, 0.15], seeds=[4]).cells
     assert [(cell.layers, cell.gamma, cell.seeds) for cell in cells] == [(7, 0.15, [4]), (7, 0.11, [4])]
-    assert {cell.gamma for cell in dust.narrowed().cells} == {0.15}, "other noise is asked for"
     with pytest.raises(InputError, match=r"--gammas must be of 0\.15, got 0\.11"):
         dust.narrowed(layers=[3], gammas=[0.11])
 

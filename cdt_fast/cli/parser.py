@@ -109,7 +109,7 @@ def build_parser() -> Parser:
     add("--runs", type=lambda names: names.split(","), metavar="LIST", help="some of its runs by name (all)")
     add("--layers", type=whole, metavar="LIST", help="some of its depths, as in 3,7 (all)")
     levels = _list_of(float, "numbers, as in 0,0.15")
-    add("--gammas", type=levels, metavar="LIST", help="levels of training noise, as in 0,0.15 (the first cell's)")
+    add("--gammas", type=levels, metavar="LIST", help="some of its levels of training noise, as in 0.15 (all)")
     add("--steps", metavar="N", type=int, help="optimizer steps of a training (the experiment's)")
     add("--limit", metavar="N", type=int, help="test samples that a run is measured on, for a trial (all)")
     add("--model", metavar="DIR", help="pretrained network to train, or to take the word embeddings of a text UT from")

@@ -16,6 +16,7 @@ from cdt_fast.experiments import Experiment, PlannedRun
 from cdt_fast.progress import progress_bar
 from cdt_fast.tasks import open_evaluated, task_of
 from cdt_fast.training.checkpoint import saved_step
+from cdt_fast.training.execution import disable_malloc_trim
 from cdt_fast.training.loop import Trainer
 from cdt_fast.training.report import COLORS, add_legend, as_png, axes_of
 from cdt_fast.training.results import t_quantile
@@ -28,6 +29,7 @@ _TIMED_STEPS = 3
 def forecast(experiment: Experiment, planned: Sequence[PlannedRun]) -> tuple[float, Any]:
     """Return how many minutes the runs will take, from a few steps and a validation of each kind of network, and the
     data of all; InputError: they are not those of the experiment, or a run cannot be trained on them."""
+    disable_malloc_trim()  # as in the trainings
     settings = planned[0].settings
     data = task_of(settings).load(settings)
     for name, size in experiment.sizes.items():
@@ -52,7 +54,7 @@ def _times(run: PlannedRun, data: Any) -> tuple[int, float, float, float]:
     settings = run.settings
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(RunFolder(folder), settings, task_of(settings), data)
-        trainer.step = trainer.warmup_steps  # until then inner depths have no gradient
+        trainer.step = trainer.warmup_steps  # until then inner depths may have no gradient
         workload, autocast, ends = trainer.workload, trainer.execution.autocast, []
         validation = (lambda: workload.validation_losses(autocast), lambda: workload.validation_error(autocast))
         for work in (*[trainer._train_step] * (1 + _TIMED_STEPS), *validation):

@@ -44,6 +44,7 @@ def train(
     Interrupted: SIGINT or SIGTERM came; a checkpoint was written first. InputError: settings, data or checkpoint cannot
     be used; another process trains the run; losses are not finite.
     """
+    disable_malloc_trim()
     resolve_execution(settings, task)  # before the data are read
     with run.lock():
         resumes = resume and run.checkpoint.exists()
@@ -66,7 +67,6 @@ class Trainer:
     def __init__(
         self, run: RunFolder, settings: RunSettings, task: Task, data: Any, graphs: CudaGraphs | None = None
     ) -> None:
-        disable_malloc_trim()
         self.folder, self.settings, self.task, self.data = run, settings, task, data
         torch.manual_seed(settings.training.seed % _SEEDS)
         self.execution = resolve_execution(settings, task)
