@@ -209,8 +209,9 @@ class VideoData:
 
     def limited(self, limit: int | None) -> Self:
         """Return the same with at most so many test windows, spread over all of them."""
-        test = copy(self.test)
-        test._samples = test._samples[:: max(1, len(test) // (limit or len(test)))][:limit]
+        test, count = copy(self.test), len(self.test)
+        kept = min(limit or count, count)
+        test._samples = [self.test._samples[number * count // kept] for number in range(kept)]
         return replace(self, test=test)
 
 

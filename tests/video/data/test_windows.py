@@ -129,8 +129,9 @@ def test_windows_hold_the_frames_they_name(tmp_path):
         assert [test.name(index) for index in range(len(test))] == [data.test.name(index) for index in left]
     assert len(data.test) == 2
     alike = load_video(tmp_path / "set", window=1, size=16)
-    test = alike.limited(5).test
-    assert [test.name(index) for index in range(len(test))] == [("3.npy", first) for first in range(0, 10, 2)]
+    for limit, left in ((5, [0, 2, 4, 7, 9]), (8, [0, 1, 3, 4, 6, 7, 9, 10])):  # spread, also where most are left
+        test = alike.limited(limit).test
+        assert [test.name(index) for index in range(len(test))] == [("3.npy", first) for first in left]
 
 
 def test_sigma_is_of_the_training_frames_alone(tmp_path):
