@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +14,7 @@ import tomli_w
 from cdt_fast import experiments
 from cdt_fast.checks import InputError
 from cdt_fast.experiments import running
-from cdt_fast.tasks import open_evaluated, open_run, task_of
+from cdt_fast.tasks import open_evaluated, open_run
 from cdt_fast.training import loop
 from cdt_fast.training.results import t_quantile
 from cdt_fast.training.run_folder import RunFolder
@@ -178,22 +177,6 @@ def test_a_forecast_is_by_steps_after_the_warm_up(
     experiment = experiments.Experiment.load("tiny").narrowed(["later"])
     running.forecast(experiment, experiments.plan(experiment, str(clip), tmp_path / "out"))
     assert steps == [0, 1, 2, 3]
-
-
-@pytest.mark.usefixtures("tiny_experiment")
-def test_a_forecast_times_a_part_of_the_validation(clip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    experiment = experiments.Experiment.load("tiny").narrowed(["plain"])
-    (run, *_) = experiments.plan(experiment, str(clip), tmp_path / "out")
-    run.settings.data.window = 2
-    data = task_of(run.settings).load(run.settings)
-    parts = len(data.validation), len(data.test)
-    assert parts == (3, 3)
-    readings = itertools.count()
-    monkeypatch.setattr(running, "time", SimpleNamespace(perf_counter=lambda: next(readings)))
-    every = (len(run.settings.evaluation.gammas) + 1) * 1.0  # seconds, where a reading comes after each
-    assert running._times(run, data) == (6, 1.0, 2.0, every)
-    monkeypatch.setattr(running, "_TIMED_SAMPLES", 2)
-    assert running._times(run, data) == (6, 1.0, 2.0 * 3 / 2, every * 3 / 2)
 
 
 def test_another_data_set_is_refused_before_anything_is_trained(

@@ -24,12 +24,11 @@ from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.training.task import Table
 
 _TIMED_STEPS = 3
-_TIMED_SAMPLES = 256  # of the validation, at most: all 2,500 texts take an encoder on a CPU minutes
 
 
 def forecast(experiment: Experiment, planned: Sequence[PlannedRun]) -> tuple[float, Any]:
-    """Return how many minutes the runs will take, from a few steps and a part of a validation of each kind of network,
-    and the data of all; InputError: they are not those of the experiment, or a run cannot be trained on them."""
+    """Return how many minutes the runs will take, from a few steps and a validation of each kind of network, and the
+    data of all; InputError: they are not those of the experiment, or a run cannot be trained on them."""
     disable_malloc_trim()  # as in the trainings
     settings = planned[0].settings
     data = task_of(settings).load(settings)
@@ -52,9 +51,9 @@ def forecast(experiment: Experiment, planned: Sequence[PlannedRun]) -> tuple[flo
 
 def _times(run: PlannedRun, data: Any) -> tuple[int, float, float, float]:
     """Return the steps of a training, and the seconds of a step, a validation and the evaluation."""
-    settings, few = run.settings, data.limited(_TIMED_SAMPLES, "validation")
+    settings = run.settings
     with tempfile.TemporaryDirectory() as folder:
-        trainer = Trainer(RunFolder(folder), settings, task_of(settings), few)
+        trainer = Trainer(RunFolder(folder), settings, task_of(settings), data)
         trainer.step = trainer.warmup_steps  # until then inner depths may have no gradient
         workload, autocast, ends = trainer.workload, trainer.execution.autocast, []
         validation = (lambda: workload.validation_losses(autocast), lambda: workload.validation_error(autocast))
@@ -63,9 +62,8 @@ def _times(run: PlannedRun, data: Any) -> tuple[int, float, float, float]:
             trainer.step += 1
             ends.append(time.perf_counter())
     *steps, level, error = (end - start for start, end in itertools.pairwise(ends))
-    evaluation = level * (len(settings.evaluation.gammas) + 1) * len(data.test) / len(few.validation)
-    validation_time = (level + error) * len(data.validation) / len(few.validation)
-    return workload.steps, sum(steps) / _TIMED_STEPS, validation_time, evaluation
+    evaluation = level * (len(settings.evaluation.gammas) + 1) * len(data.test) / len(data.validation)
+    return workload.steps, sum(steps) / _TIMED_STEPS, level + error, evaluation
 
 
 def results_table(experiment: Experiment, planned: Sequence[PlannedRun]) -> Table:

@@ -47,9 +47,9 @@ class Splits(NamedTuple):
         """Return how many samples there are."""
         return {"training texts": len(self.train) + len(self.validation), "test texts": len(self.test)}
 
-    def limited(self, limit: int | None, part: str = "test") -> Self:
-        """Return the same with the first test samples alone, or those of another part, which are in no order."""
-        return self if limit is None else self._replace(**{part: getattr(self, part)[:limit]})
+    def limited(self, limit: int | None) -> Self:
+        """Return the same with the first test samples alone, which are in no order."""
+        return self if limit is None else self._replace(test=self.test[:limit])
 
 
 @dataclass(frozen=True)

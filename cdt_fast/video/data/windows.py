@@ -207,13 +207,12 @@ class VideoData:
     description: str
     sizes: dict[str, int]  # frames of the clips that are for training, and for the test alone
 
-    def limited(self, limit: int | None, part: str = "test") -> Self:
-        """Return the same with at most so many test windows, or those of another part, spread over all of them."""
-        windows = getattr(self, part)
-        count, fewer = len(windows), copy(windows)
+    def limited(self, limit: int | None) -> Self:
+        """Return the same with at most so many test windows, spread over all of them."""
+        test, count = copy(self.test), len(self.test)
         kept = min(limit or count, count)
-        fewer._samples = [windows._samples[number * count // kept] for number in range(kept)]
-        return replace(self, **{part: fewer})
+        test._samples = [self.test._samples[number * count // kept] for number in range(kept)]
+        return replace(self, test=test)
 
 
 def load_video(
