@@ -61,13 +61,9 @@ def measure(network: Network, test: EncodedSamples, settings: SequenceSettings, 
     empty = torch.zeros((network.layers + 1, 2, len(test)), dtype=torch.float64, device=device)
     found = {gamma: empty.clone() for gamma in (*levels, training_gamma)}
     size = settings.training.batch if test.targets[0].dim() else max(settings.training.batch, _TEXTS_AT_ONCE)
-    by_length: dict[int, list[int]] = {}  # texts of one length together, without padding
-    for index, row in enumerate(test.rows):
-        by_length.setdefault(row.shape[1], []).append(index)
-    groups = (group[start : start + size] for group in by_length.values() for start in range(0, len(group), size))
+    batches = test.batches(size, network.padding_id, device)
     with progress_bar(total=len(test), desc="evaluate", unit="sample") as bar, network.perturbed(settings) as noise:
-        for chosen in groups:
-            inputs, targets = test.batch(chosen, network.padding_id, device)
+        for chosen, inputs, targets in batches:
             places = noise.samples = torch.tensor(chosen, device=device)  # a text's noise, up to its strength, is one
             # The label of a token is the next one, as language models shift them.
             labels = targets if targets.dim() == 1 else nn.functional.pad(targets, (0, 1), value=IGNORED)[:, 1:]

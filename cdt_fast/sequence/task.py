@@ -80,14 +80,15 @@ class SequenceWorkload:
     @torch.no_grad()
     def validation_losses(self, autocast: torch.dtype | None) -> list[float]:
         device = next(self.model.parameters()).device
-        sums, counted = torch.zeros(self.num_constraints + 1, dtype=torch.float64, device=device), 0
+        sums = torch.zeros(self.num_constraints + 1, dtype=torch.float64, device=device)
         precision = torch.autocast(device.type, autocast, enabled=autocast is not None)
-        with precision, self.network.perturbed(self._settings):
+        with precision, self.network.perturbed(self._settings) as noise:
             batches = self.validation.batches(self._settings.training.batch, self.network.padding_id, device)
-            for inputs, targets, count in batches:
+            for chosen, inputs, targets in batches:
+                noise.samples = to_device(torch.tensor(chosen), device)
+                count = sum(self.validation.counts[index] for index in chosen)
                 sums += self.network.losses(inputs, targets, None)[1].to(torch.float64) * count
-                counted += count
-        return (sums / counted).tolist()
+        return (sums / sum(self.validation.counts)).tolist()
 
     def validation_error(self, autocast: torch.dtype | None) -> None:
         return None

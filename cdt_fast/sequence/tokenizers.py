@@ -51,11 +51,13 @@ class EncodedSamples:
             labels = torch.stack(targets)
         return to_device(inputs, device), to_device(labels, device)
 
-    def batches(self, size: int, padding_id: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor, int]]:
-        """Yield inputs, targets and how many of these count, `size` samples at a time, in order."""
+    def batches(self, size: int, padding_id: int, device: torch.device) -> Iterator[tuple[list[int], Tensor, Tensor]]:
+        """Yield the numbers of `size` samples at a time, their inputs and targets. The longest come first: samples of
+        about one length together need next to no padding."""
+        order = sorted(range(len(self)), key=lambda index: -self.rows[index].shape[1])
         for start in range(0, len(self), size):
-            chosen = range(start, min(start + size, len(self)))
-            yield *self.batch(chosen, padding_id, device), sum(self.counts[index] for index in chosen)
+            chosen = order[start : start + size]
+            yield chosen, *self.batch(chosen, padding_id, device)
 
 
 def encoded_texts(data: TextData, tokenizer: Any, max_length: int) -> EncodedSamples:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from cdt_fast import models
 from cdt_fast.checks import InputError
-from cdt_fast.sequence.evaluation import measure
+from cdt_fast.sequence import evaluation
 from cdt_fast.sequence.networks import EVALUATION_SEED, UnrolledNetwork
 from cdt_fast.sequence.perturbation import hashed, perturbed, unit_gaussian
 from cdt_fast.sequence.settings import TextSettings
@@ -192,7 +192,8 @@ def test_a_transformers_model_in_training_and_evaluation() -> None:
 # Evaluation
 
 
-def test_the_evaluation_of_a_text_ut_is_that_of_a_loop_over_texts() -> None:
+def test_the_evaluation_of_a_text_ut_is_that_of_a_loop_over_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluation, "_TEXTS_AT_ONCE", 1)  # so that there are five batches
     torch.manual_seed(4)
     model = models.TextUT((40, 6), 3, 2).double().train()
     lengths = torch.randint(2, 9, (30,), generator=generator(1))
@@ -200,7 +201,7 @@ def test_the_evaluation_of_a_text_ut_is_that_of_a_loop_over_texts() -> None:
     labels = torch.randint(0, 3, (30,), generator=generator(3))
     cut = [text[:length] for text, length in zip(ids, lengths, strict=True)]
     samples = EncodedSamples([torch.stack([text, torch.ones_like(text)]) for text in cut], list(labels), [1] * 30)
-    measuring = {"evaluation": {"gammas": [0.0, 0.5, 2.0]}, "training": {"batch": 7, "device": "cpu"}}
+    measuring = {"evaluation": {"gammas": [0.0, 0.5, 2.0]}, "training": {"batch": 6, "device": "cpu"}}
     settings = TextSettings.chosen({"data": {"gamma": 0.75}, **measuring})
     network = UnrolledNetwork(model, SimpleNamespace(pad_token_id=PAD, eos_token_id=None))
     alive: list[int] = []
@@ -210,7 +211,7 @@ def test_the_evaluation_of_a_text_ut_is_that_of_a_loop_over_texts() -> None:
         alive.append(sum(issubclass(type(found), Tensor) for found in gc.get_objects()))
 
     with model.embedding.register_forward_pre_hook(count):
-        found = measure(network, samples, settings, False)
+        found = evaluation.measure(network, samples, settings, False)
     assert max(alive[-16:]) <= min(alive[-16:]) + 1, "no tensor of a batch stays until the next one, of another size"
     assert not model.training
     table = model.embedding.weight.detach()
