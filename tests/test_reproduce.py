@@ -268,7 +268,7 @@ _IMDB = "text aclImdb --preset paper-text-ut --validate-every 400 --gamma 1"
 @pytest.mark.parametrize(
     ("name", "run", "command"),
     [
-        ("paper-dust", "plain-tied", f"{_PAPER} --preset paper-dust --no-constrained --lr 0.002"),
+        ("paper-dust", "plain-tied", f"{_PAPER} --preset paper-dust --no-constrained --lr 0.016"),
         ("paper-ut", "plain", f"{_PAPER} --preset paper-ut --no-constrained --no-tied"),
         ("paper-ut", "paper", f"{_PAPER} --preset paper-ut"),
         ("paper-text-ut", "plain", f"{_IMDB} --no-constrained"),
