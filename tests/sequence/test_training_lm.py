@@ -13,6 +13,7 @@ import torch
 
 from cdt_fast.checks import InputError
 from cdt_fast.files import read_json
+from cdt_fast.sequence.evaluation import measure
 from cdt_fast.sequence.networks import PretrainedNetwork
 from cdt_fast.training.run_folder import RunFolder
 from tests.runs import Call, assert_same_runs, evaluated, load_data, new_trainer, settings_of, trained
@@ -72,6 +73,16 @@ def test_the_held_out_losses_are_those_of_an_eager_loop_over_answers(source: Pat
     assert evaluation["layer_loss"] == pytest.approx((sums / count).tolist(), rel=1e-5)
     assert evaluation["accuracy"][0] == pytest.approx(right / count)
     assert evaluation["per_sample"]["mean_ratio"] == pytest.approx(sum(ratios) / len(ratios), rel=1e-5)
+
+
+def test_a_validation_weighs_sequences_by_their_answers(tmp_path: Path) -> None:
+    entries = [{"instruction": "Say it.", "input": "", "output": "word" * (number % 7 + 1)} for number in range(40)]
+    (tmp_path / "alpaca.json").write_text(json.dumps(entries), encoding="utf-8")
+    config = settings_for(tmp_path / "alpaca.json", gamma=0.3, batch=2)
+    workload = new_trainer(RunFolder.create(tmp_path / "run", config), config).workload
+    assert len(set(workload.validation.counts)) > 1
+    expected = measure(workload.network, workload.validation, config, False)["layer_loss"]
+    assert workload.validation_losses(None) == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("changes", [{}, {"layers": 5, "taps": [0, 3, 5]}, {"tied": True}])

@@ -17,6 +17,7 @@ from cdt_fast.checks import InputError
 from cdt_fast.files import read_json
 from cdt_fast.models import TextUT
 from cdt_fast.sequence import text
+from cdt_fast.sequence.evaluation import measure
 from cdt_fast.sequence.perturbation import perturbed
 from cdt_fast.sequence.tokenizers import EncodedSamples
 from cdt_fast.training import optimizer
@@ -147,6 +148,15 @@ def test_a_step_is_that_of_the_lagrangian_written_out(tmp_path: Path, monkeypatc
         found = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
     assert any(not torch.equal(weights[name], value) for name, value in model.state_dict().items())
+
+
+def test_a_validation_is_the_evaluation_of_its_texts_at_the_training_noise(tmp_path: Path) -> None:
+    config = settings_for(write_table(tmp_path / "reviews.tsv"), gamma=0.3, batch=4)
+    workload = new_trainer(RunFolder.create(tmp_path / "run", config), config).workload
+    lengths = [row.shape[1] for row in workload.validation.rows]
+    assert lengths != sorted(lengths, reverse=True)
+    expected = measure(workload.network, workload.validation, config, False)["layer_loss"]
+    assert workload.validation_losses(None) == pytest.approx(expected, rel=1e-5)
 
 
 def logits_of(model: Any, folder: Path, texts: list[str]) -> torch.Tensor:
