@@ -79,7 +79,7 @@ def test_a_validation_weighs_sequences_by_their_answers(tmp_path: Path) -> None:
     entries = [{"instruction": "Say it.", "input": "", "output": "word" * (number % 7 + 1)} for number in range(40)]
     (tmp_path / "alpaca.json").write_text(json.dumps(entries), encoding="utf-8")
     config = settings_for(tmp_path / "alpaca.json", gamma=0.3, batch=2)
-    workload = new_trainer(RunFolder.create(tmp_path / "run", config), config).workload
+    workload: Any = new_trainer(RunFolder.create(tmp_path / "run", config), config).workload
     assert len(set(workload.validation.counts)) > 1
     expected = measure(workload.network, workload.validation, config, False)["layer_loss"]
     assert workload.validation_losses(None) == pytest.approx(expected, rel=1e-5)

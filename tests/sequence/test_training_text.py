@@ -152,7 +152,7 @@ def test_a_step_is_that_of_the_lagrangian_written_out(tmp_path: Path, monkeypatc
 
 def test_a_validation_is_the_evaluation_of_its_texts_at_the_training_noise(tmp_path: Path) -> None:
     config = settings_for(write_table(tmp_path / "reviews.tsv"), gamma=0.3, batch=4)
-    workload = new_trainer(RunFolder.create(tmp_path / "run", config), config).workload
+    workload: Any = new_trainer(RunFolder.create(tmp_path / "run", config), config).workload
     lengths = [row.shape[1] for row in workload.validation.rows]
     assert lengths != sorted(lengths, reverse=True)
     expected = measure(workload.network, workload.validation, config, False)["layer_loss"]
