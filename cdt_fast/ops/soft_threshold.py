@@ -28,7 +28,8 @@ def soft_threshold(x: Tensor, threshold: float | Tensor) -> Tensor:
         return torch.nn.functional.softshrink(x, common.held(threshold, x.dtype)) if threshold else x.clone()
     common.check_tensor("threshold", threshold, 0, "or a number")
     if x.dim() < threshold.dim() or any(
-        size not in (1, expected) for size, expected in zip(threshold.shape[::-1], x.shape[::-1], strict=False)
+        size not in (1, expected)
+        for size, expected in zip(threshold.shape, x.shape[x.dim() - threshold.dim() :], strict=True)
     ):
         raise InputError(f"threshold must broadcast against x {tuple(x.shape)}, got {tuple(threshold.shape)}")
     return soft_threshold_reference(x, threshold.to(x.dtype))

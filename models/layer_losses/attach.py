@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 from cdt_fast.checks import InputError, check_choice
 from cdt_fast.models.layer_losses.check import check_first_forward
@@ -22,6 +23,9 @@ from cdt_fast.ops.common import LayerwiseLosses, in_autocast, weights_of_depths
 InnerPooling = Literal["own", "mean"]
 _MARK = "_cdt_fast_layer_losses"
 _READS_LOGITS = "_cdt_fast_reads_logits"  # the argument by which `depth_logits` asks the forward for them
+
+# Before, the compiler looks past a forward that is replaced while it traces.
+_COMPILES = TorchVersion(torch.__version__) >= "2.12"
 
 
 def attach_layer_losses(
@@ -121,7 +125,7 @@ class LayerLosses:
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run in the place of the model's forward."""
-        kwargs.update(zip(self._wrapped.names, args, strict=False))
+        kwargs.update(zip(self._wrapped.names[: len(args)], args, strict=True))
         if "depth_weights" in kwargs:  # transformers' **kwargs would swallow it
             raise InputError("a forward takes no depth_weights: set weights on the handle of attach_layer_losses")
         reads_logits = kwargs.pop(_READS_LOGITS, False)
@@ -185,6 +189,8 @@ class LayerLosses:
 
     def _follow(self, arguments: dict[str, Any]) -> None:
         """Find the modules anew, as they may have been replaced; after a change, and once, compare with the model."""
+        if torch.compiler.is_compiling() and not _COMPILES:
+            raise InputError(f"torch before 2.12 compiles no model with layer losses, and this is {torch.__version__}")
         layout = self._layout if torch.compiler.is_compiling() else find_layout(self.model)
         if len(layout.layers) != self.layers:
             raise InputError(

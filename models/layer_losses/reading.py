@@ -66,7 +66,7 @@ class DepthReader:
             self._states = None
 
     def _read_tokens(self, run: _Run, form: Form, states: dict[int, Tensor], whole_logits: bool) -> tuple[Any, Any]:
-        layout = self.layout
+        layout, head_forward = self.layout, self.layout.head.forward
         given: list[tuple[Tensor, _Autocast]] = []  # what the head is given in the forward, and its autocast
 
         def head(features: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -84,7 +84,7 @@ class DepthReader:
                     raise unsupported(layout.model, f"what its head is given has another shape: {shapes}")
             return form(forward, features)
 
-        with replaced_forward(layout.head, head) as head_forward:
+        with replaced_forward(layout.head, head):
             output = run()
         if not given:
             raise unsupported(layout.model, "its head did not run")
@@ -95,6 +95,7 @@ class DepthReader:
     def _read_rows(self, run: _Run, form: Form, states: dict[int, Tensor], pooled: _Pooled) -> tuple[Any, Any]:
         """Do as `read` for a classifier; in place of logits its output has the rows that its head is given."""
         layout, autocast, outputs = self.layout, [], []
+        base_forward = layout.base.forward
 
         def head(rows: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             autocast.append(_autocast_of(rows))
@@ -105,7 +106,7 @@ class DepthReader:
             return outputs[0]
 
         with replaced_forward(layout.head, head):
-            with replaced_forward(layout.base, base) as base_forward:
+            with replaced_forward(layout.base, base):
                 output = run()
             rows = []
             for state in self._inner_states(states):
@@ -130,8 +131,11 @@ class DepthReader:
     def _in_head(self, form: Form, given: list[Tensor], autocast: _Autocast) -> Any:
         """Return `form` of `given`, computed inside of a call of the head and in the autocast that it was called in."""
         # FSDP acts on calls of the head: it gathers the weight before, and reduces its gradient after.
-        precision = torch.autocast(*autocast) if autocast else contextlib.nullcontext()
-        with precision, replaced_forward(self.layout.head, lambda given: form(forward, given)) as forward:
+        precision, forward = (
+            torch.autocast(*autocast) if autocast else contextlib.nullcontext(),
+            self.layout.head.forward,
+        )
+        with precision, replaced_forward(self.layout.head, lambda given: form(forward, given)):
             return self.layout.head(given)
 
 

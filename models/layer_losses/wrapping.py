@@ -50,12 +50,13 @@ def _forward_of(name: str, signature: inspect.Signature) -> Any:
 
 
 @contextlib.contextmanager
-def replaced_forward(module: nn.Module, answer: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
-    """Make a call of `module` run its hooks and `answer` in this block; yield the module's own forward."""
+def replaced_forward(module: nn.Module, answer: Callable[..., Any]) -> Iterator[None]:
+    """Make a call of `module` run its hooks and `answer` in this block. What `answer` closes over must be there when
+    the block begins: the compiler of torch 2.15 reads it then."""
     own, forward = "forward" in vars(module), module.forward
     module.forward = answer
     try:
-        yield forward
+        yield
     finally:
         module.forward = forward
         if not own and not torch.compiler.is_compiling():  # a compiled graph cannot look past a deleted attribute
