@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from cdt_fast.checks import InputError
 from cdt_fast.models.layer_losses.layout import Layout, unsupported
 from cdt_fast.models.layer_losses.outputs import IGNORED, router_loss
-from cdt_fast.models.layer_losses.reading import state_of
+from cdt_fast.models.layer_losses.reading import state_of, without_gradients
 from cdt_fast.models.layer_losses.wrapping import WrappedForward
 
 _ROWS, _TOKENS = 4, 32
@@ -23,7 +23,7 @@ _TF32_EPS = 2.0**-10
     reason="the first forward of a model with layer losses compares them with its own loss: call the model once with "
     "labels before it is compiled with fullgraph=True"
 )
-@torch.no_grad()
+@without_gradients()
 def check_first_forward(
     layout: Layout,
     taps: Sequence[int],

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -73,7 +73,7 @@ class DepthReader:
             given.append((features, _autocast_of(features)))
             if whole_logits:
                 return head_forward(features, *args, **kwargs)
-            with torch.no_grad():  # the model may go on computing with them: a softcap, a scale
+            with without_gradients():  # the model may go on computing with them: a softcap, a scale
                 return head_forward(features[:, :1], *args, **kwargs)
 
         def read_states(forward: Callable[..., Tensor], states: list[Tensor]) -> Any:
@@ -153,6 +153,19 @@ def _with_state(layout: Layout, output: Any, state: Tensor, pooled: _Pooled) -> 
         # Where that is no module of its own, no head needs it.
         changed["pooler_output"] = pooler(state) if isinstance(pooler, nn.Module) else None
     return type(output)(**{**output, **changed})
+
+
+@contextlib.contextmanager
+def without_gradients() -> Iterator[None]:
+    """Record no gradients in this block, and leave none of autocast's casts of weights behind: torch 2.9 takes these
+    for the rest of its block, and so finds no gradients of the weights."""
+    cached = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        torch.set_autocast_cache_enabled(cached)
 
 
 def state_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -166,6 +166,24 @@ def test_noise_on_the_embeddings_is_not_drawn_for_the_check(name: str) -> None:
         torch.testing.assert_close(model(**inputs).layer_losses, first, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("name", KINDS)
+def test_weights_cast_without_gradients_are_not_kept(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.9 would take them for the rest of the block of autocast, and find no gradients of the weights."""
+    model, inputs, keeps, linear = build(name).train(), inputs_of(name), [], nn.functional.linear
+
+    def noted(*args: Any) -> Tensor:
+        keeps.append((torch.is_grad_enabled(), torch.is_autocast_cache_enabled()))
+        return linear(*args)
+
+    monkeypatch.setattr(nn.functional, "linear", noted)
+    attach_layer_losses(model)
+    for _ in range(2):  # the first call compares the losses with the model's own
+        with torch.autocast("cpu", torch.bfloat16):
+            model(**inputs).loss.backward()
+    assert set(keeps) == {(True, True), (False, False)}
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
 class Smoothed(transformers.LlamaForCausalLM):
     """A loss of its own in a forward that is like any other."""
 
