@@ -169,10 +169,7 @@ def dot_precision(dtype: torch.dtype) -> str:
     """Return the `input_precision` of a product of tiles: TF32 for float32 if torch's setting allows it, else IEEE."""
     if dtype != torch.float32:
         return "ieee"
-    # torch 2.9 has a setting of its own for it, and refuses the older question once that one has been set.
-    setting = getattr(torch.backends.cuda.matmul, "fp32_precision", None)
-    allowed = torch.backends.cuda.matmul.allow_tf32 if setting is None else setting == "tf32"
-    return "tf32" if allowed else "ieee"
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
 @_constant
