@@ -48,7 +48,9 @@ class VideoFile(FrameSource):
         av = require("av", "video", "reading a video file")
         try:
             # Without a protocol to open others by, a playlist reads neither a neighboring file nor an address.
-            how = {"options": {"protocol_whitelist": "none"}, "metadata_errors": "surrogateescape"}
+            how: dict[str, Any] = {"options": {"protocol_whitelist": "none"}}
+            if int(av.__version__.partition(".")[0]) < 19:  # what later ones do with a tag that is no UTF-8
+                how["metadata_errors"] = "surrogateescape"
             with self.path.open("rb") as file, av.open(file, buffer_size=1 << 18, **how) as container:
                 yield container
         except InputError:
@@ -184,7 +186,8 @@ class VideoFile(FrameSource):
     def _matrix(self, frame: Any) -> tuple[float, float, float, float]:
         """Return the display matrix: a pixel further right is shown further by (a, b), one further down by (c, d)."""
         try:
-            data = {entry.type.name: entry for entry in frame.side_data}
+            entries = (frame.side_data[number] for number in range(len(frame.side_data)))  # PyAV 19 iterates over types
+            data = {entry.type.name: entry for entry in entries}
         except ValueError:  # of a type that FFmpeg has and PyAV has not; it reads the angle all the same
             self.lost["frame metadata that PyAV cannot read"] = None
             angle = np.deg2rad(frame.rotation)
