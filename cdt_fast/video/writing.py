@@ -172,8 +172,10 @@ def _assigned(packets: Iterator[Any], carried: dict[int, Any], start: Fraction, 
             return
         last[index] = packet.dts
         packet.pts, packet.dts = packet.pts - shift, packet.dts - shift
+        # From PyAV 19 on, a stream says by itself how much of its beginning is not heard.
+        says = getattr(packet.stream.codec_context, "initial_padding", 0)
         packet.stream = carried[index]
-        if packet.is_discard:
+        if packet.is_discard and not says:
             hidden[index] = packet  # what an edit list cut off is not heard; a decoder needs the last of it
             continue
         if index in hidden:
