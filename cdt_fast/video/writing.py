@@ -162,7 +162,7 @@ def _named(stream: Any) -> str:
 
 def _assigned(packets: Iterator[Any], carried: dict[int, Any], start: Fraction, lost: list[str]) -> Iterator[Any]:
     """Yield the packets for the streams that carry them, their times counted from the video's first frame."""
-    hidden, last = {}, {}
+    hidden, last, begun = {}, {}, set[int]()
     for packet in packets:
         if packet.dts is None or packet.pts is None:
             continue  # the last one of a stream, which is empty
@@ -173,11 +173,13 @@ def _assigned(packets: Iterator[Any], carried: dict[int, Any], start: Fraction, 
         last[index] = packet.dts
         packet.pts, packet.dts = packet.pts - shift, packet.dts - shift
         # From PyAV 19 on, a stream says by itself how much of its beginning is not heard.
-        says = getattr(packet.stream.codec_context, "initial_padding", 0)
+        whole = index not in begun and getattr(packet.stream.codec_context, "initial_padding", 0)
         packet.stream = carried[index]
-        if packet.is_discard and not says:
+        if packet.is_discard and not whole:
             hidden[index] = packet  # what an edit list cut off is not heard; a decoder needs the last of it
             continue
+        if not packet.is_discard:
+            begun.add(index)
         if index in hidden:
             yield hidden.pop(index)
         yield packet
