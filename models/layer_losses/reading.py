@@ -131,10 +131,8 @@ class DepthReader:
     def _in_head(self, form: Form, given: list[Tensor], autocast: _Autocast) -> Any:
         """Return `form` of `given`, computed inside of a call of the head and in the autocast that it was called in."""
         # FSDP acts on calls of the head: it gathers the weight before, and reduces its gradient after.
-        precision, forward = (
-            torch.autocast(*autocast) if autocast else contextlib.nullcontext(),
-            self.layout.head.forward,
-        )
+        precision = torch.autocast(*autocast) if autocast else contextlib.nullcontext()
+        forward = self.layout.head.forward
         with precision, replaced_forward(self.layout.head, lambda given: form(forward, given)):
             return self.layout.head(given)
 

@@ -120,7 +120,8 @@ def test_sound_stays_with_the_first_frame_that_is_shown(
 def test_frames_that_an_edit_list_hides_at_the_end_are_not_missed(tmp_path: Path, flashing: Path) -> None:
     data = bytearray(flashing.read_bytes())
     place = data.index(b"elst") + 12
-    (ticks,) = struct.unpack_from(">I", data, place)  # 2 seconds
+    (ticks,), (second,) = (struct.unpack_from(">I", data, at) for at in (place, data.index(b"mvhd") + 16))
+    assert ticks == 2 * second
     struct.pack_into(">I", data, place, ticks * 7 // 10)
     (tmp_path / "in.mp4").write_bytes(data)
     source = open_source(tmp_path / "in.mp4")
