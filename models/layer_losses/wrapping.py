@@ -1,14 +1,17 @@
 """A function in the place of a module's `forward`: until it is removed, or for the length of a block."""
 
 import contextlib
+import copy
 import inspect
 import itertools
 from collections.abc import Callable, Iterator
 from types import MethodType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
+
+from cdt_fast.checks import InputError
 
 
 class WrappedForward:
@@ -27,6 +30,15 @@ class WrappedForward:
         self._name = next(name for name in numbered if name not in vars(module))
         setattr(module, self._name, self)
         self._method = module.forward = MethodType(_forward_of(self._name, signature), module)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        memo[id(self)] = copied = type(self).__new__(type(self))
+        vars(copied).update(copy.deepcopy(vars(self), memo))
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # A pickle names a method, and so would bring back the forward of the class, silently.
+        raise InputError("a model with layer losses cannot be pickled: save its state_dict, or call remove() first")
 
     def remove(self) -> None:
         """Restore the forward; if another one has been put around this one since, it stays and passes calls on."""

@@ -102,6 +102,9 @@ def test_remove_gives_the_model_back(name: str, tmp_path: Path) -> None:
     handle.weights = WEIGHTS
     model(**inputs).loss.backward()
     model.save_pretrained(tmp_path / "attached")
+    with pytest.raises(InputError, match="cannot be pickled"):
+        torch.save(model, tmp_path / "pickled")
+    (tmp_path / "pickled").unlink()
     handle.remove()
     handle.remove()
     assert names == {name: sorted(vars(module)) for name, module in model.named_modules()}
