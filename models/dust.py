@@ -59,10 +59,9 @@ class DUST(PretrainedModel):
     ) -> None:
         super().__init__()
         sizes = {"patch_size": patch_size, "code_size": code_size, "layers": layers}
-        for name, value in sizes.items():
-            check_integer(name, value, 1)
+        self.patch_size, self.code_size, self.layers = (check_integer(name, sizes[name], 1) for name in sizes)
+        self.tied = bool(tied)
         initial = overcomplete_dct(patch_size, code_size)
-        self.patch_size, self.code_size, self.layers, self.tied = patch_size, code_size, layers, bool(tied)
         largest = 1.0 / squared_spectral_norm(initial).item()
         self.step = common.check_factor("step", largest if step is None else step)
         if self.step <= 0:
@@ -94,28 +93,35 @@ class DUST(PretrainedModel):
     ) -> common.LayerwiseLosses:
         """Return the losses of all depths against `clean` `[..., T, n]`, sums over a patch, and their weighted sum.
 
-        See `ops.layerwise_reconstruction_loss` for what is differentiable, and for `depth_weights`. Used as
-        `total, losses = model.layer_losses(noisy, clean, constraints.weights())`. While gradients are formed `clean` is
-        read in the dtype of the products: under autocast it is rounded to 16 bits.
+        See `ops.layerwise_reconstruction_loss` for what is differentiable (less `clean`), and for `depth_weights`. Used
+        as `total, losses = model.layer_losses(noisy, clean, constraints.weights())`. While gradients are formed `clean`
+        is read in the dtype of the products: under autocast it is rounded to 16 bits. InputError: no token, a wrong
+        shape, or `clean` requires a gradient.
         """
         self._check(noisy)
         common.check_tensor("clean", clean, 2, "[..., T, n]")
         common.check_shape("clean", clean, tuple(noisy.shape), "as noisy")
+        if not (tokens := clean.shape[:-1].numel()):
+            raise InputError(f"clean must hold at least one token, got shape {tuple(clean.shape)}")
         if torch.is_grad_enabled():
+            if clean.requires_grad:
+                raise InputError(
+                    "clean must not require a gradient here: detach it, or call the op with `reconstructions`"
+                )
             clean = clean.to(common.compute_dtype(clean))  # once: every layer reads it, forward and backward
         weights = common.weights_of_depths(depth_weights, self.layers + 1)
         depths = list(self._depths(noisy, self.layers, read_all=True, clean=clean))
         # Depth 0 has no layer of its own to form its error in.
         _, first = ops.layerwise_reconstruction_loss([depths[0][0]], clean, reduction="sum")
-        tokens = clean.shape[:-1].numel()
         errors = [first.squeeze(0), *(error for _, error in depths[1:] if error is not None)]
         per_depth = torch.stack(errors) / tokens
-        if weights is None:
+        if weights is None or depth_weights is None:
             return common.LayerwiseLosses(per_depth.sum(), per_depth)
         if isinstance(depth_weights, Tensor):
             return common.LayerwiseLosses(torch.dot(weights.to(per_depth), per_depth), per_depth.detach())
         # Numbers of the host multiply where they are: no copy to the device, and no backward for a depth of weight 0.
-        counted = [weight / tokens * error for weight, error in zip(weights.tolist(), errors, strict=True) if weight]
+        numbers = map(float, depth_weights)
+        counted = [weight / tokens * error for weight, error in zip(numbers, errors, strict=True) if weight]
         return common.LayerwiseLosses(torch.stack(counted or [0 * errors[-1]]).sum(), per_depth.detach())
 
     def _check(self, noisy: Tensor) -> None:

@@ -580,6 +580,9 @@ def weights_of_depths(depth_weights: Weights, depths: int, name: str = "depth_we
     """Return the weights of the depths as a tensor `[depths]`, or None without weights."""
     if depth_weights is None:
         return None
+    listed = depth_weights if isinstance(depth_weights, Sequence) else ()
+    if any(isinstance(weight, Tensor) and weight.requires_grad for weight in listed):
+        raise InputError(f"{name} must be numbers or one tensor (torch.stack), got tensors that require a gradient")
     try:
         # Numbers in float64: `as_tensor` would round a list of them to float32.
         dtype = depth_weights.dtype if isinstance(depth_weights, Tensor) else torch.float64

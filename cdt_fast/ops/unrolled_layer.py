@@ -469,4 +469,5 @@ def _without_padding(layer: _Layer) -> tuple[Tensor | None, Tensor | None, Tenso
 def _product_of_tokens(tokens: Tensor, matrix: Tensor, added: Tensor | None = None) -> Tensor:
     """Return `tokens matrix`, or `tokens matrix + added`, for tokens `[B, T, width]`."""
     rows = common.product_of_rows(common.rows_of(tokens), matrix, None if added is None else common.rows_of(added))
-    return rows.view(*tokens.shape[:-1], matrix.shape[1])
+    # No view, which an operator could not return to be changed in place.
+    return torch.ops.aten._unsafe_view(rows, [*tokens.shape[:-1], matrix.shape[1]])

@@ -136,13 +136,12 @@ def test_autocast_rounds_as_its_dtype_does(dtype: torch.dtype, readout: str) -> 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("options", [{"tied": True}, {"readout": "next"}])
-@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("weights", [torch.tensor(WEIGHTS), WEIGHTS, None], ids=["tensor", "numbers", "none"])
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=[pytest.mark.slow, NEEDS_COMPILER])])
 def test_torch_compile_sees_one_graph(
-    kind: type[models.DUST], options: dict[str, Any], weighted: bool, backend: str
+    kind: type[models.DUST], options: dict[str, Any], weights: Any, backend: str
 ) -> None:
     model, (noisy, clean) = built(kind, **options), pictures(2)
-    weights = torch.tensor(WEIGHTS) if weighted else None  # on the CPU, as from a constraint, with a zero in it
     torch._dynamo.reset()
     compiled = torch.compile(model.layer_losses, fullgraph=True, backend=backend)
     results = []
@@ -150,6 +149,12 @@ def test_torch_compile_sees_one_graph(
         total, per_depth = losses(noisy, clean, weights)
         results.append([total, per_depth, *parameter_gradients(model, total)])
     assert_same(*results)
+
+
+def test_a_reconstruction_can_be_changed_in_place() -> None:
+    model, (noisy, clean) = built(models.DUST), pictures(2)
+    expected = parameter_gradients(model, (2 * model(noisy) - clean).square().sum())
+    assert_same(parameter_gradients(model, model(noisy).mul_(2).sub_(clean).square().sum()), expected)
 
 
 @pytest.mark.parametrize("depth", [-1, LAYERS + 1, 1.0, "1"])
@@ -197,3 +202,10 @@ def test_a_clean_signal_or_weights_that_do_not_fit() -> None:
         model.layer_losses(noisy, clean[:, :4])
     with pytest.raises(InputError, match=r"depth_weights must have shape \(4,\).*got \(3,\)"):
         model.layer_losses(noisy, clean, [1.0, 2.0, 3.0])
+    with pytest.raises(InputError, match="depth_weights must be numbers or one tensor"):  # else its gradient is lost
+        model.layer_losses(noisy, clean, [torch.ones((), requires_grad=True), *WEIGHTS[1:]])
+    with pytest.raises(InputError, match="clean must not require a gradient"):
+        model.layer_losses(noisy, clean.clone().requires_grad_())
+    for weights in (None, WEIGHTS, torch.tensor(WEIGHTS)):
+        with pytest.raises(InputError, match=r"clean must hold at least one token, got shape \(0, 5, 9\)"):
+            model.layer_losses(noisy[:0], clean[:0], weights)

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -49,6 +50,7 @@ KINDS: list[tuple[Any, dict[str, Any]]] = [
     (models.DUST, {"readout": "next", "step": 1 / 3, "scale": 0.1}),
     *((models.TextUT, {**WORDS, **options}) for options in ({}, {"width": 9, "tied": True, "scale": 0.3})),
     (models.DenoisingViT, PICTURES),
+    (models.DUST, {"layers": np.int64(2), "scale": np.float64(0.1)}),
 ]
 
 

@@ -193,6 +193,7 @@ for op in LOSSES:
         ({"depth_weights": [1.0, 2.0]}, r"depth_weights must have shape \(1,\)"),
         ({"depth_weights": 1.0}, r"depth_weights must have shape \(1,\)"),
         *(({"depth_weights": value}, r"depth_weights must be 1 numbers, got") for value in ("1", ["a"], [10**400])),
+        ({"depth_weights": [ZEROS((), requires_grad=True)]}, r"depth_weights must be numbers or one tensor"),
     ]
 
 
