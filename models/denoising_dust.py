@@ -117,8 +117,9 @@ class DenoisingDUST(PretrainedModel):
 @torch.no_grad()
 def _measures(tokens: Tensor, noise: float) -> Tensor:
     """Return the two measures `[2, B]` of sequences `[B, T, n]` with so much noise, constants in the backward."""
-    count, size = tokens.shape[1:]
-    squares = (torch.linalg.vector_norm(each, dim=(1, 2)).square() for each in (tokens, tokens.sum(1, keepdim=True)))
+    (count, size), wide = tokens.shape[1:], torch.promote_types(tokens.dtype, torch.float32)  # float16 holds no square
+    both = tokens, tokens.sum(1, keepdim=True, dtype=wide)
+    squares = (torch.linalg.vector_norm(each, dim=(1, 2), dtype=wide).square() for each in both)
     power, lasting = (square / (count * size) for square in squares)
     found = torch.stack([power, (power - lasting / count) * (count / max(1, count - 1))])
-    return (1 + (found - noise).clamp(min=0)).log10()
+    return (1 + (found - noise).clamp(min=0)).log10().to(tokens.dtype)

@@ -96,6 +96,14 @@ def test_a_layer_is_that_of_the_docstrings_with_every_gradient(level: int) -> No
             torch.testing.assert_close(one, other, rtol=1e-7, atol=1e-9)
 
 
+def test_halves_hold_the_measures_of_large_windows() -> None:
+    model = DenoisingDUST(layers=1)  # its windows have more numbers than float16 holds
+    noisy = torch.randn(2, 30, model.patch_size, generator=torch.Generator().manual_seed(0)) * 3
+    expected, _ = model.refinement(noisy)(1, noisy)
+    found, _ = model.half().refinement(noisy.half())(1, noisy.half())
+    assert (found - expected).norm() < 4 * torch.finfo(torch.float16).eps * expected.norm()
+
+
 def test_brightness_changes_nothing_else() -> None:
     model, (noisy, estimate) = trained(), tokens()
     for level in (1, 2):
