@@ -161,8 +161,9 @@ class TextUT(PretrainedModel):
 
 
 def _check_range(numbers: Tensor, least: int, most: int, message: str) -> None:
-    """Require integers within a range on the CPU (a GPU would be waited for); `message` has a place for a wrong one."""
-    if numbers.device.type == "cpu" and numbers.numel():
+    """Require integers within a range on the CPU (a GPU would be waited for, and a compiled graph cannot look);
+    `message` has a place for a wrong one."""
+    if numbers.device.type == "cpu" and not torch.compiler.is_compiling() and numbers.numel():
         for number in (int(numbers.min()), int(numbers.max())):
             if not least <= number <= most:
                 raise InputError(message.format(number))

@@ -125,6 +125,13 @@ def test_ids_of_any_leading_dimensions() -> None:
     assert torch.equal(model(tokens.int(), lengths=lengths.int()), model(tokens, lengths=lengths))
 
 
+def test_torch_compile_sees_one_graph() -> None:
+    model, tokens = made(), ids()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(tokens), model(tokens), rtol=1e-12, atol=1e-13)
+
+
 def test_new_weights_start_as_xavier_says() -> None:
     torch.manual_seed(0)
     model = models.TextUT((300, 32), 4, 2, width=48)
