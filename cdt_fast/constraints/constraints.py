@@ -8,6 +8,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
+from numbers import Real
 from typing import Any, Literal, Self
 
 import torch
@@ -304,7 +305,9 @@ class DescentConstraints(nn.Module):
 
 def _words(value: Any) -> float | str | bool:
     if isinstance(value, Mapping):
-        return ", ".join(f"{depth}: {value[depth]}" for depth in sorted(value))
+        return ", ".join(f"{depth}: {_words(value[depth])}" for depth in sorted(value))
     if isinstance(value, Sequence) and not isinstance(value, str):
         return ", ".join(repr(float(number)) for number in value)
+    if isinstance(value, Real) and not isinstance(value, bool):
+        return float(value)  # of NumPy's number a saved state could not be loaded
     return "none" if value is None else value

@@ -10,6 +10,7 @@ import math
 import typing
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -327,6 +328,14 @@ def test_a_state_of_other_settings_is_refused(name: str) -> None:
     with pytest.raises(InputError, match=f"the saved state has {name} = .*; expected .*, as constructed here"):
         here.load_state_dict(saved)
     assert torch.equal(here.multipliers, before)
+
+
+def test_numbers_of_another_kind_are_saved_as_numbers() -> None:
+    given: dict[str, Any] = {"slack_cost": np.float64(3), "margin": np.float32(0.5), "bounds": {2: 1}}
+    file = io.BytesIO()
+    torch.save(plain(3, **given).state_dict(), file)
+    file.seek(0)
+    plain(3, slack_cost=3, margin=0.5, bounds={2: 1.0}).load_state_dict(torch.load(file, weights_only=True))
 
 
 def test_a_state_of_something_else_is_refused() -> None:
