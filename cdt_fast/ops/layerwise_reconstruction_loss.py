@@ -63,7 +63,7 @@ def layerwise_reconstruction_loss(
     backend = common.choose_backend("layerwise_reconstruction_loss", *reconstructions, target)
     per_depth = _losses(depths, target, common.padding_mask(lengths, target), reduction, backend)
     if weights is None:
-        return common.LayerwiseLosses(per_depth.sum() if len(per_depth) > 1 else per_depth.squeeze(0), per_depth)
+        return common.LayerwiseLosses(per_depth.sum(), per_depth)
     weights = common.on_device(weights, per_depth.device, per_depth.dtype)
     return common.LayerwiseLosses((weights * per_depth).sum(), per_depth.detach())
 
