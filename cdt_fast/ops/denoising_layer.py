@@ -53,7 +53,7 @@ def denoising_layer(
         (under autocast: autocast's dtype). The kernels compute the layer again in the backward, for which only the
         arguments are kept.
 
-    InputError: an argument has the wrong rank, shape, dtype or device, or a second derivative is asked for.
+    InputError: an argument has the wrong rank, shape, dtype or device, or a second derivative is asked of the kernels.
     """
     common.check_tensor("signal", signal, 2, "[..., T, n]")
     common.check_tensor("features", features, 2, "[..., T, n]", signal.shape, "as signal")
