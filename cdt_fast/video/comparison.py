@@ -28,6 +28,7 @@ from cdt_fast.video.settings import VideoSettings
 
 SIGMAS = (10.0, 20.0, 30.0, 40.0, 50.0)  # the customary levels
 _SIDES, _FRAMES = (160, 160), (16, 30)  # of the piece in the middle of a clip; at least and at most
+_LEAST_SIDE = 16  # of the frames that the filters take
 _PATCH, _WINDOW = 8, 16  # of the transform
 # Each filter of libavfilter at the strength that was best of a few factors of the noise at σ 10, 30 and 50, on clips
 # that models trained on; that of nlmeans ends at what the filter takes.
@@ -162,6 +163,9 @@ def _middle(name: str, frames: Iterable[np.ndarray], total: int) -> Tensor:
     wanted = min(total, most)
     start = (total - wanted) // 2
     chosen = np.stack([middle(luma(frame)) for frame in islice(frames, start, start + wanted)])
+    height, width = chosen.shape[1:]
+    if min(height, width) < _LEAST_SIDE:
+        raise InputError(f"{name}: is {width}x{height}, and clips of at least {_LEAST_SIDE}x{_LEAST_SIDE} are measured")
     return torch.from_numpy(chosen / np.float32(LEVELS))
 
 

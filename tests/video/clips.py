@@ -93,6 +93,6 @@ def settings_of(**data: Any) -> VideoSettings:
     return VideoSettings.chosen({"data": {"frames": "resized", "patch": 8, "window": 8, "patch_frames": 1, **data}})
 
 
-def denoised(source: Path, target: Path) -> dict[str, Any]:
+def denoised(source: Path, target: Path, **options: Any) -> dict[str, Any]:
     """What `denoise` says of a video that it gives back as it was."""
-    return denoise_video(Same(64, 16, 1), settings_of(), source, target, overwrite=True)
+    return denoise_video(Same(64, 16, 1), settings_of(), source, target, overwrite=True, **options)

@@ -257,7 +257,9 @@ def test_what_frames_say_beyond_their_pixels_is_said(tmp_path: Path) -> None:
     path = recorded(tmp_path / "in.mp4", EVEN, options={"x264-params": "frame-packing=3"})
     assert denoised(path, tmp_path / "stereo.mp4")["notes"] == ["does not come through: stereo3d"]
     path = one_color(tmp_path / "deep.mp4", SD, "libx264", "yuv420p10le", 5, False)
-    assert denoised(path, tmp_path / "8.mp4")["notes"] == ["does not come through: 10 bits a color (8 are written)"]
+    for given in ({}, {"part": (0, 2)}):
+        notes = denoised(path, tmp_path / "8.mp4", **given)["notes"]
+        assert notes == ["does not come through: 10 bits a color (8 are written)"]
 
 
 def test_tags_come_through_and_other_streams_are_named(tmp_path: Path) -> None:

@@ -81,6 +81,9 @@ def test_a_run_is_compared_with_other_denoisers_on_clips_of_anyone(tmp_path: Pat
     assert text.count("<tr>") == 1 + len(found.measured)
     assert text.count("data:image/png;base64,") == 1
     assert "frames a second at 50x40" in text
+    np.save(tmp_path / "low.npy", scrolling_clip(20, 12, 50))
+    with pytest.raises(InputError, match=r"low\.npy: is 50x12, and clips of at least 16x16 are measured"):
+        compare_denoisers(model, VideoSettings(), read_clips([str(tmp_path / "low.npy")]), [20.0])
     with pytest.raises(InputError, match=r"short\.npy: has 3 frames"):
         compare_denoisers(model, VideoSettings(), read_clips([str(tmp_path / "short.npy")]), [20.0])
     whole = VideoSettings.chosen({"data": {"frames": "resized"}})

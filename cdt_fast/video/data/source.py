@@ -20,6 +20,7 @@ class FrameSource(ABC):
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.files = [path]
         self.frame_rate: Fraction | None = None  # a second; None where the file states none (frame folders, arrays)
         self.expected: int | None = None  # number of frames, as the file states it; None: it does not
         # What is wrong with frames that were read all the same, a line each; whole once `frames` has ended.
@@ -62,7 +63,7 @@ class Excerpt(FrameSource):
         self.times = []
         for number, frame in enumerate(islice(self._clip.frames(), self._start, self._stop), self._start):
             self.times += self._clip.times[-1:]
-            self.tags = self._clip.tags
+            self.tags, self.lost = self._clip.tags, self._clip.lost
             yield f"frame {number}", frame
 
 
