@@ -53,4 +53,5 @@ def picture(png: bytes, caption: str) -> str:
 
 def write_page(path: str | os.PathLike[str], title: str, parts: Sequence[str]) -> None:
     """Write a page of these parts."""
-    write_text(path, _HEAD.format(title=escape(title)) + "\n".join(parts) + "\n</html>\n")
+    text = _HEAD.format(title=escape(title)) + "\n".join(parts) + "\n</html>\n"
+    write_text(path, text.encode("utf-8", "backslashreplace").decode())  # names of files may be in any encoding

@@ -2,6 +2,7 @@
 
 import argparse
 import errno
+import io
 import os
 import signal
 import sys
@@ -23,6 +24,8 @@ class _Terminated(BaseException):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status. Bad input is one line on stderr and status 2."""
     options = argparse.Namespace(hint="")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr is: a γ must not end in an error
     # Read when torch is imported. Beside another busy process threads that wait for each other without a pause are ten
     # times as slow; and torch's own logs are not for this terminal.
     os.environ.setdefault("GOMP_SPINCOUNT", "4000")

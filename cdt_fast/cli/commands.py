@@ -143,8 +143,9 @@ def compare(options: argparse.Namespace) -> None:
 def _report(runs: list[Any], folder: str | Path, command: str) -> None:
     from cdt_fast.training import report
 
+    written = report.write_report(folder, runs, command)
     print(f"\n{as_text(report.verdict_table(runs))}\n")
-    print(*report.remarks(runs), f"report: {report.write_report(folder, runs, command)}", sep="\n")
+    print(*report.remarks(runs), f"report: {written}", sep="\n")
 
 
 def denoise(options: argparse.Namespace) -> None:

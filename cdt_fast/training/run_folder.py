@@ -40,6 +40,7 @@ class RunFolder:
         run = cls(path)
         temporary = run.path / f".config-{os.getpid()}.tmp.toml"
         try:
+            f"{run.path.absolute()}".encode()
             if run.config.exists():
                 raise RunInUse(f"{path}: holds a run already; resume it with --resume, or choose another folder")
             # Hidden files are of a process that was killed here, or that is making a run right now.
@@ -49,10 +50,12 @@ class RunFolder:
             os.link(temporary, run.config)  # fails if there is one already, which a move would replace
         except (FileExistsError, FileNotFoundError):
             raise RunInUse(f"{path}: another process is making a run there; choose another folder") from None
-        except OSError as error:
+        except (OSError, UnicodeEncodeError) as error:
             with contextlib.suppress(OSError):
                 run.path.rmdir()
-            raise InputError(f"{path}: cannot be made ({error.strerror})") from error
+            reason = "its name, or one in its settings, is not UTF-8: rename it"
+            reason = error.strerror if isinstance(error, OSError) else reason
+            raise InputError(f"{path}: cannot be made ({reason})") from error
         finally:
             with contextlib.suppress(OSError):
                 temporary.unlink()

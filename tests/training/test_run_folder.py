@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +25,12 @@ def test_a_folder_in_use_or_without_a_trained_run_is_refused(tmp_path: Path) -> 
     for path, fact in ((mine.path, "--resume"), ("other", "is not empty"), ("other/note", "cannot be made")):
         with pytest.raises(InputError, match=fact):
             RunFolder.create(tmp_path / path, VideoSettings())
+    foreign, settings = os.fsdecode(b"caf\xe9"), VideoSettings()
+    settings.data.source = foreign
+    for path, given in (("new", settings), (foreign, VideoSettings())):
+        with pytest.raises(InputError, match="is not UTF-8: rename it"):
+            RunFolder.create(tmp_path / path, given)
+        assert not (tmp_path / path).exists()
     for path, fact in ((tmp_path, "no run folder"), ("nowhere", "no run folder"), (mine.path, "no model yet")):
         with pytest.raises(InputError, match=fact):
             open_run(tmp_path / path)
