@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 
 import cdt_fast
@@ -275,6 +276,30 @@ def test_an_evaluation_from_before_more_training_is_not_compared(call: Call, cop
     line = call("compare", copied_run.path).line()
     assert "was evaluated after step 26 and trained to step 30 since" in line
     assert "cdt-fast evaluate" in line
+
+
+def test_other_frames_of_the_same_name_are_not_the_same_data(
+    call: Call, clip: Path, tmp_path: Path, quick_figures: None
+) -> None:
+    source, runs = tmp_path / "clip.npy", [tmp_path / "first", tmp_path / "second"]
+    for run, frames in zip(runs, (np.load(clip), np.load(clip)[:, ::-1]), strict=True):
+        np.save(source, frames)
+        assert call("train", "video", source, "--out", run, *tiny_arguments()).status == 0
+    first, second = (read_json(run / "evaluation.json") for run in runs)
+    assert first["test_windows"] == second["test_windows"]
+    assert first["baseline_rmse"] != second["baseline_rmse"], "of the other frames"
+    assert "on different data: data_digest is" in call("compare", *runs, "--out", tmp_path / "both").line()
+    for words in (("evaluate", runs[0]), ("train", "video", "--resume", runs[0])):
+        assert "the windows are not those that" in call(*words).line()
+    assert read_json(runs[0] / "evaluation.json") == first
+
+
+def test_an_output_without_greek_letters_is_no_error(copied_run: RunFolder, tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "cdt_fast", "compare", copied_run.path, "--out", tmp_path / "page"]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    assert (
+        "RMSE at \\u03b3" in subprocess.run(words, env=environment, capture_output=True, text=True, check=True).stdout
+    )
 
 
 def test_a_vit_trains_and_is_measured(call: Call, clip: Path, tmp_path: Path, quick_figures: None) -> None:

@@ -51,9 +51,9 @@ def write_instructions(path: Path, count: int = 40) -> Path:
     """Write a JSON file in Alpaca's form, whose answers repeat a word of the instruction."""
     generator = random.Random(0)
     entries = []
-    for _ in range(count):
+    for number in range(count):
         word = generator.choice(_GOOD + _BAD)
-        entries.append({"instruction": f"Say {word}.", "input": "", "output": f"{word} {word}"})
+        entries.append({"instruction": f"{number:02d}: say {word}.", "input": "", "output": f"{word} {word}"})
     path.write_text(json.dumps(entries), encoding="utf-8")
     return path
 

@@ -8,6 +8,7 @@ import json
 import random
 import re
 import unicodedata
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -43,6 +44,17 @@ class Splits(NamedTuple):
     num_dropped: int = 0  # rows without a class or an answer
 
     @property
+    def identity(self) -> dict[str, str]:
+        """Return by what a run knows its data again."""
+        return dict(zip(self._fields, map(digest, self[:3]), strict=False))
+
+    @property
+    def num_seen(self) -> int:
+        """Return how many test texts are among those for training too, as in files that were divided before."""
+        seen = {kind for part in (self.train, self.validation) for kind in part.kinds}
+        return sum(kind in seen for kind in self.test.kinds)
+
+    @property
     def sizes(self) -> dict[str, int]:
         """Return how many samples there are."""
         return {"training texts": len(self.train) + len(self.validation), "test texts": len(self.test)}
@@ -65,6 +77,11 @@ class TextData:
 
     def __len__(self) -> int:
         return len(self.texts)
+
+    @property
+    def kinds(self) -> list[tuple[str, str]]:
+        """Return what copies of a text, or of a pair, have in common."""
+        return [*zip(self.texts, self.text_pair or self.texts, strict=True)]
 
     def __getitem__(self, some: slice) -> Self:
         return self.subset(range(len(self))[some])
@@ -130,11 +147,14 @@ def load_instructions(settings: LanguageSettings) -> Splits:
     if not instructions:
         raise InputError(f"{source}: holds no instruction with an answer")
     first, more = (max(1, round(share * len(instructions))) for share in shares)
-    if first + more >= len(instructions):
+    kinds = [entry[:2] for entry in instructions]
+    parts = _divided(range(len(kinds)), kinds, Counter(kinds), (first, more), {})
+    if not all(parts):
         held_out = f"{first:,} for --validation and {more:,} for --test leave none to train on"
+        held_out += f", as they are of {len(set(kinds)):,} kinds" * (len(set(kinds)) < len(kinds))
         raise InputError(f"{source}: has {len(instructions):,} with an answer; {held_out}")
-    taken, rest = instructions[: first + more], instructions[first + more :]
-    return Splits(rest, taken[:first], taken[first:], len(every) - len(instructions))
+    divided = ([instructions[index] for index in part] for part in parts)
+    return Splits(*divided, num_dropped=len(every) - len(instructions))
 
 
 def digest(part: TextData | Sequence[Instruction]) -> str:
@@ -259,26 +279,50 @@ def _labeled(source: Path, rows: Iterable[Row], columns: tuple[str, str, str | N
 
 def split_text(data: TextData, validation: float = 0.1, test: float = 0.1, *, seed: int = 0) -> Splits:
     """Divide texts so that every part has the classes in the same proportions, and `validation` and `test` at least one
-    text of each, unless their fractions are 0, in an order drawn by `seed`."""
+    text of each, unless their fractions are 0, in an order drawn by `seed`. Equal texts come to one part."""
     fractions = validation, test
     if sum(fractions) >= 1:
         raise InputError(f"validation and test must leave a share for training, got {validation} and {test}")
     generator = random.Random(seed)
     parts: list[list[int]] = [[], [], []]
+    kinds, places = data.kinds, dict[Any, int]()
+    copies = Counter(kinds)
     for number, name in enumerate(data.names):
         members = [index for index, label in enumerate(data.labels) if label == number]
         generator.shuffle(members)
         first, more = (max(1, round(fraction * len(members))) if fraction and members else 0 for fraction in fractions)
-        if members and first + more >= len(members):
+        chosen = _divided(members, kinds, copies, (first, more), places)
+        if members and not chosen[0]:
+            count, different = len(members), len({kinds[index] for index in members})
+            copied = f" of {different} kind(s)" * (different < count)
             raise InputError(
-                f"class {name!r} has {len(members)} text(s), and needs {first + more + 1}: --validation "
+                f"class {name!r} has {count} text(s){copied}, and needs {first + more + 1}: --validation "
                 f"{validation:g} takes {first}, --test {test:g} takes {more}, and one is to train on"
             )
-        chosen = members[first + more :], members[:first], members[first : first + more]
         parts = [part + indices for part, indices in zip(parts, chosen, strict=True)]
     for part in parts:
         generator.shuffle(part)
     return Splits(*[data.subset(part) for part in parts], num_dropped=0)
+
+
+def _divided(
+    members: Iterable[int],
+    kinds: Sequence[Any],
+    copies: Mapping[Any, int],
+    sizes: Sequence[int],
+    places: dict[Any, int],
+) -> list[list[int]]:
+    """Return the members for training, validation and test, in their order, at least so many of the last two, with all
+    copies of a kind in one part, which `places` holds or is given."""
+    parts: list[list[int]] = [[], [], []]
+    left = [0, *sizes]
+    for index in members:
+        kind = kinds[index]
+        if kind not in places:
+            places[kind] = next((part for part in (1, 2) if left[part] > 0), 0)
+            left[places[kind]] -= copies[kind]
+        parts[places[kind]].append(index)
+    return parts
 
 
 def _parts_of(source: Path, data: TextDataSettings) -> list[Any]:

@@ -33,6 +33,7 @@ class SequenceEvaluation(Evaluation):
     layer_loss_margin: list[float] | None = None  # half of the 95 % interval of `layer_loss`
     answers: int  # that counted
     test_texts: int
+    seen_texts: int = 0  # of them, among those for training too
     test_digest: str
     classes: list[str] | None = None  # of labeled texts
     vocabulary: int | None = None  # of a language model, whose accuracy is that of its tokens

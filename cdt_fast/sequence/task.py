@@ -6,14 +6,13 @@ import math
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from cdt_fast.checks import InputError
 from cdt_fast.ops.common import Weights, explain
-from cdt_fast.sequence.data import Splits, digest
+from cdt_fast.sequence.data import Splits
 from cdt_fast.sequence.evaluation import draw_accuracy
 from cdt_fast.sequence.networks import Network, check_rows
 from cdt_fast.sequence.settings import SequenceSettings
@@ -63,7 +62,6 @@ class SequenceWorkload:
         self.steps: int = training.steps or training.epochs * settings.steps_per_epoch(len(self.train))
         self.lr: float = lr if training.lr is None else training.lr
         self._settings = settings
-        self.identity: dict[str, Any] = dict(zip(Splits._fields, map(digest, data[:3]), strict=False))
 
     def losses(self, autocast: torch.dtype | None) -> nn.Module:
         return SequenceLosses(self.network, self._settings, autocast)
@@ -123,9 +121,9 @@ def reported(runs: Sequence[EvaluatedRun], tables: list[Table]) -> Report:
     tokens = "" if values.answers == values.test_texts else f" with {values.answers:,} tokens to predict"
     choices = len(values.classes) if values.vocabulary is None else values.vocabulary
     return Report(
-        conditions=f"Test texts: {values.test_texts:,}{tokens}, none of them seen in training; Gaussian noise on the "
-        f"word embeddings, in training γ = {runs[0].settings.shown_noise}. Accuracy with half of its 95 % interval; "
-        f"area: that under accuracy over γ, by the trapezoid. Losses: cross-entropy in nats, at γ = "
+        conditions=f"Test texts: {values.test_texts:,}{tokens}, {values.seen_texts or 'none'} seen in training; "
+        f"Gaussian noise on the word embeddings, in training γ = {runs[0].settings.shown_noise}. Accuracy with half of "
+        f"its 95 % interval; area: that under accuracy over γ, by the trapezoid. Losses: cross-entropy in nats, at γ = "
         f"{values.training_gamma:g}.",
         # Losses of tokens of another vocabulary are not of one scale.
         must_agree={"vocabulary": values.vocabulary, "test_digest": values.test_digest},

@@ -45,6 +45,7 @@ def build(settings: TextSettings, data: Splits, device: torch.device) -> Sequenc
     remedy = "--least-count 1 takes the rare ones in" if own_words else "take another --model"
     note = unknown_words(network.tokenizer, samples[1:], remedy)
     description += "" if note is None else f"\n{note}"
+    description += f"\n{seen:,} test texts are among the training texts too" if (seen := data.num_seen) else ""
     lr = 1e-3 if unrolled else 5e-5
     return SequenceWorkload(settings, network, samples, data, description, choices=len(names), lr=lr)
 
@@ -62,7 +63,8 @@ def evaluate(folder: RunFolder, settings: TextSettings, data: Splits) -> dict[st
         network = PretrainedNetwork(encoder, tokenizer, inner_pooling=settings.model.inner_pooling)
     test = _encoded(data.test, names, tokenizer, settings)
     check_rows(network, (test,), settings)
-    return {**measure(network, test, settings, BF16_ON_CPU), "classes": names, "test_digest": digest(data.test)}
+    measured = measure(network, test, settings, BF16_ON_CPU)
+    return {**measured, "classes": names, "test_digest": digest(data.test), "seen_texts": data.num_seen}
 
 
 def report(runs: Sequence[EvaluatedRun]) -> Report:

@@ -48,6 +48,13 @@ def load_checkpoint(path: str | os.PathLike[str], *, run: Mapping[str, Any] | No
     return state
 
 
+def check_data(state: dict[str, Any], data: Any, source: str | None, samples: str, run: object) -> None:
+    """Require that the data read from a source are those of a checkpoint; InputError: they are not."""
+    here = data.identity
+    if any(here.get(name) != there for name, there in state["data"].items()):
+        raise InputError(f"{source}: the {samples} are not those that {run} was trained on so far")
+
+
 def saved_step(path: str | os.PathLike[str]) -> int:
     """Return the step of the checkpoint at `path` without reading its tensors; 0 if there is none that can be read."""
     try:

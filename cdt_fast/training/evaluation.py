@@ -6,7 +6,7 @@ from typing import Any
 
 from cdt_fast.constraints.constraints import DescentConstraints
 from cdt_fast.files import write_json
-from cdt_fast.training.checkpoint import load_checkpoint, run_identity
+from cdt_fast.training.checkpoint import check_data, load_checkpoint, run_identity
 from cdt_fast.training.execution import disable_malloc_trim
 from cdt_fast.training.optimizer import build_constraints
 from cdt_fast.training.run_folder import RunFolder
@@ -18,7 +18,10 @@ def evaluate_run(folder: RunFolder, settings: RunSettings, task: Task, data: Any
     """Measure the model that a run kept, and write `evaluation.json`; `data`: as `train`."""
     disable_malloc_trim()
     state = load_checkpoint(folder.checkpoint, run=run_identity(settings))
-    data = (task.load(settings) if data is None else data).limited(settings.evaluation.limit)
+    if data is None:
+        data = task.load(settings)
+        check_data(state, data, settings.data.source, task.SAMPLES, folder.path)
+    data = data.limited(settings.evaluation.limit)
     saved = state["constraints"]["_extra_state"]
     used = saved["reference"]  # at most the loss of a guess, which only the training knew
     constraints = build_constraints(settings, saved["layers"], used if isinstance(used, float) else None)

@@ -14,7 +14,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from cdt_fast.checks import InputError, printable
-from cdt_fast.training.checkpoint import load_checkpoint, run_identity, save_checkpoint
+from cdt_fast.training.checkpoint import check_data, load_checkpoint, run_identity, save_checkpoint
 from cdt_fast.training.cuda_graph import CapturedStep, CudaGraphs
 from cdt_fast.training.execution import disable_malloc_trim, resolve_execution
 from cdt_fast.training.interruption import Interrupted, on_signals
@@ -87,6 +87,7 @@ class Trainer:
         self.constraints = build_constraints(settings, layers, self.workload.guess_loss).to(device)
         # Without constraints they weigh the depths all the same, and "log" follows the losses for that.
         self._measured = settings.constrained or settings.objective == "log"
+        self._identity: dict[str, Any] = data.identity
         self.step = 0
         self.best: dict[str, Any] | None = None
         self._logged_sums = torch.zeros(layers + 2, dtype=torch.float64, device=device)
@@ -302,8 +303,9 @@ class Trainer:
             "optimizer": self.optimizer.state_dict(),
             "constraints": self.constraints.state_dict(),
             "best": self.best,
+            "gammas": list(self.settings.evaluation.gammas),
             "logged_sums": self._logged_sums,
-            "data": self.workload.identity,
+            "data": self._identity,
             "random": torch.get_rng_state(),
             "random_cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
         }
@@ -313,9 +315,7 @@ class Trainer:
         path, step, steps = self.folder.checkpoint, state["step"], self.workload.steps
         if step > steps:
             raise InputError(f"{path}: is at step {step}, and the training has {steps}")
-        if state["data"] != self.workload.identity:
-            others = f"the {self.task.SAMPLES} are not those that {self.folder.path} was trained on so far"
-            raise InputError(f"{self.settings.data.source}: {others}")
+        check_data(state, self.data, self.settings.data.source, self.task.SAMPLES, self.folder.path)
         try:
             self.model.load_state_dict(state["model"])
             load_optimizer_state(self.optimizer, state["optimizer"])
@@ -324,6 +324,8 @@ class Trainer:
             torch.set_rng_state(state["random"])
             if state["random_cuda"]:
                 torch.cuda.set_rng_state_all(state["random_cuda"])
+            if state.get("gammas", here := self.settings.evaluation.gammas) != here:
+                state["best"].pop("error", None)  # of other noise
             self.step, self.best = step, state["best"]
         except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
             raise InputError(f"{path}: does not fit config.toml ({error})") from error

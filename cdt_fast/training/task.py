@@ -50,7 +50,6 @@ class Workload(Protocol):
     steps: int  # optimizer steps of the whole training
     description: str  # of the data, in a few lines, with what the user should know of them
     guess_loss: float | None  # of a guess among the classes or tokens; None: the task has no such answers
-    identity: dict[str, Any]  # by which a resumed run knows its data again
 
     # Return a module whose forward `(*batch, weights)` gives `(total, per_depth)`, means over what counts.
     # `autocast` is the dtype of the matrix products; None: that of the weights.

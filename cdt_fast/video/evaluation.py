@@ -33,6 +33,7 @@ class VideoEvaluation(Evaluation):
 
     tied: bool
     test_windows: list[tuple[str, int]]
+    data_digest: str = ""  # of all clips; "": measured before that was noted
     sigma: float
     rmse: list[float]
     mean_rmse: float
@@ -80,6 +81,7 @@ def measure(
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "layers": model.layers,
         "test_windows": [list(data.test.name(index)) for index in range(len(data.test))],
+        "data_digest": data.digest,
         "training_gamma": sum(settings.noise) / 2,
         "sigma": data.sigma,
         "gamma": list(settings.evaluation.gammas),
@@ -118,11 +120,12 @@ def baseline_errors(
 ) -> dict[str, list[float]]:
     """Return `baseline_rmse`, as a run in a folder beside this one measured it on the same data, or measured here."""
     windows = [data.test.name(index) for index in range(len(data.test))]
-    same = settings.data.model_dump(exclude={"gamma"}), settings.evaluation.gammas, data.sigma, windows
+    same = settings.data.model_dump(exclude={"gamma"}), settings.evaluation.gammas, data.sigma, windows, data.digest
     for path in sorted(folder.path.absolute().parent.glob("*/evaluation.json")):
         with suppress(InputError):  # of an older version, or of another task
             there, values = VideoSettings.load(path.with_name("config.toml")), read_json(path, VideoEvaluation)
-            if same == (there.data.model_dump(exclude={"gamma"}), values.gamma, values.sigma, values.test_windows):
+            found = values.gamma, values.sigma, values.test_windows, values.data_digest
+            if same == (there.data.model_dump(exclude={"gamma"}), *found):
                 return values.baseline_rmse
 
     def denoise(noisy: Tensor, deviation: Tensor) -> list[Tensor]:

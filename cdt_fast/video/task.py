@@ -70,8 +70,6 @@ class VideoWorkload:
         self.description = (
             data.description + f"\nstarts from {'cosines' if new else 'the network of the package'}" * settings.crops
         )
-        windows = [len(part) for part in (data.train, data.validation, data.test)]
-        self.identity: dict[str, Any] = {"windows": windows, "sigma": data.sigma}
         self._noise = torch.Generator(device)  # seeded anew for every window
 
     def losses(self, autocast: torch.dtype | None) -> nn.Module:
@@ -143,7 +141,7 @@ def report(runs: Sequence[EvaluatedRun]) -> Report:
         # The loss of a depth is a sum over a patch, and the baselines cut patches too.
         must_agree={
             **{name: getattr(settings.data, name) for name in ("frames", "size", "window", "patch")},
-            **{name: getattr(values, name) for name in ("sigma", "test_windows")},
+            **{name: getattr(values, name) for name in ("sigma", "test_windows", "data_digest")},
         },
         measure=f"RMSE at {figures.level_sign(runs[0])} {values.gamma[index]:g}",
         depths=values.depth_rmse[index],

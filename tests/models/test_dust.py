@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -203,7 +203,7 @@ def test_a_clean_signal_or_weights_that_do_not_fit() -> None:
     with pytest.raises(InputError, match=r"depth_weights must have shape \(4,\).*got \(3,\)"):
         model.layer_losses(noisy, clean, [1.0, 2.0, 3.0])
     with pytest.raises(InputError, match="depth_weights must be numbers or one tensor"):  # else its gradient is lost
-        model.layer_losses(noisy, clean, [torch.ones((), requires_grad=True), *WEIGHTS[1:]])
+        model.layer_losses(noisy, clean, cast("Any", [torch.ones((), requires_grad=True), *WEIGHTS[1:]]))
     with pytest.raises(InputError, match="clean must not require a gradient"):
         model.layer_losses(noisy, clean.clone().requires_grad_())
     for weights in (None, WEIGHTS, torch.tensor(WEIGHTS)):

@@ -157,7 +157,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(
     labels = source / "labels"
     write_table(labels / "train.tsv")
     (labels / "test.tsv").write_text("text\tlabel\na film\tmaybe\n")
-    (source / "one.tsv").write_text("text\tlabel\n" + "a film\tpos\n" * 40)
+    (source / "one.tsv").write_text("text\tlabel\n" + "".join(f"film {n}\tpos\n" for n in range(40)))
     places = {
         "TABLE": table,
         "INSTRUCTIONS": instructions,

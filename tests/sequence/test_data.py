@@ -205,6 +205,23 @@ def test_a_split_keeps_the_proportions_and_depends_on_the_seed_alone() -> None:
 
 
 @pytest.mark.parametrize("task", ["text", "lm"])
+def test_copies_of_a_text_are_in_one_part(task: str, tmp_path: Path) -> None:
+    rows = [{"text": f"text {n % 30}", "label": str(n % 30 % 2), "instruction": f"Say {n % 30}."} for n in range(300)]
+    rows[7]["label"] = "0"  # of a text that is elsewhere of the other class
+    content = json.dumps([{**row, "output": f"{number}"} for number, row in enumerate(rows)])
+    splits = load(task, write(tmp_path / "rows.json", content))
+    kinds = [part.texts if task == "text" else [entry.instruction for entry in part] for part in splits[:3]]
+    assert [len(set(part)) for part in kinds] == ([22, 4, 4] if task == "text" else [26, 2, 2])
+    assert sum(map(len, kinds)) == 300
+    assert len(set().union(*kinds)) == 30
+    if task == "text":
+        assert splits.num_seen == 0
+        few = write(tmp_path / "few.json", json.dumps(rows[:2] * 20))
+        with pytest.raises(InputError, match=r"class '0' has 20 text\(s\) of 1 kind\(s\), and needs"):
+            load(task, few)
+
+
+@pytest.mark.parametrize("task", ["text", "lm"])
 def test_a_share_that_leaves_a_part_empty_is_refused(task: str, tmp_path: Path) -> None:
     source = write_table(tmp_path / "a.tsv") if task == "text" else write_instructions(tmp_path / "a.json")
     for part in ("validation", "test"):
@@ -218,6 +235,7 @@ def test_the_share_of_a_part_that_a_file_holds_does_not_matter(tmp_path: Path) -
     write_table(tmp_path / "dev.tsv", count=10, seed=1)
     splits = load("text", tmp_path, validation=0.0)
     assert [len(part) for part in (splits.train, splits.validation, splits.test)] == [72, 10, 8]
+    assert splits._replace(test=splits.train.subset([0, 1, 1])).num_seen == 3
     fewer = splits.limited(5)
     assert [len(part) for part in fewer[:3]] == [72, 10, 5]
     assert fewer.test == splits.test.subset(range(5))

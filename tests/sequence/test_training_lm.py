@@ -76,7 +76,7 @@ def test_the_held_out_losses_are_those_of_an_eager_loop_over_answers(source: Pat
 
 
 def test_a_validation_weighs_sequences_by_their_answers(tmp_path: Path) -> None:
-    entries = [{"instruction": "Say it.", "input": "", "output": "word" * (number % 7 + 1)} for number in range(40)]
+    entries = [{"instruction": f"Say it {n}.", "input": "", "output": "word" * (n % 7 + 1)} for n in range(40)]
     (tmp_path / "alpaca.json").write_text(json.dumps(entries), encoding="utf-8")
     config = settings_for(tmp_path / "alpaca.json", gamma=0.3, batch=2)
     workload: Any = new_trainer(RunFolder.create(tmp_path / "run", config), config).workload

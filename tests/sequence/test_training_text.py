@@ -231,7 +231,11 @@ def test_a_decoder_finds_the_end_of_a_text_whose_padding_it_has_no_embedding_of(
 @pytest.mark.parametrize(("least", "told"), [(1, False), (3, True)])
 def test_words_that_are_unknown_are_told(tmp_path: Path, least: int, told: bool) -> None:
     source = tmp_path / "texts.tsv"
-    rows = [f"word{number // 2} thing{number // 2} film\t{number % 2}" for number in range(80)]
+    rows = [
+        f"word{n} {order}\t{label}"
+        for n in range(40)
+        for label, order in enumerate((f"thing{n} film", f"film thing{n}"))
+    ]
     source.write_text("text\tlabel\n" + "\n".join(rows))
     notes = new_trainer(RunFolder(tmp_path / "run"), settings_for(source, least_count=least)).notes()
     assert ("67% of the words of the validation and test texts are unknown" in notes[0]) == told
@@ -270,13 +274,15 @@ def test_the_classes_of_a_checkpoint_keep_their_order(tmp_path: Path, encoder: P
     assert evaluation["layer_loss"][-1] == pytest.approx(loss, rel=1e-5)
 
 
-def test_texts_that_changed_are_not_resumed_on(tmp_path: Path) -> None:
+def test_texts_that_changed_are_not_those_of_a_run(tmp_path: Path) -> None:
     table = write_table(tmp_path / "reviews.tsv")
     config = settings_for(table, steps=4)
     run = trained(config, tmp_path / "run")
     write_table(table, seed=1)
     with pytest.raises(InputError, match="the texts are not those that"):
         train(run, config, resume=True, progress=False)
+    with pytest.raises(InputError, match="the texts are not those that"):  # it was trained on some of them
+        evaluated(run, config)
 
 
 def without_a_weight(folder: Path, name: str) -> None:

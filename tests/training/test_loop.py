@@ -198,6 +198,17 @@ def test_the_feasible_model_of_the_lowest_error_is_kept(
     assert trainer.best["step"] == best
 
 
+def test_an_error_at_other_noise_says_nothing_of_the_model_that_is_kept(make: Make) -> None:
+    trainer = make(steps=2, validate_every=1)
+    trainer.run(progress=False)
+    state = load_checkpoint(trainer.folder.checkpoint)
+    for gammas, known in ((trainer.settings.evaluation.gammas, True), ([2.0], False)):
+        again = make(steps=2, validate_every=1, gammas=gammas)
+        again.load(state)
+        assert again.best is not None
+        assert ("error" in again.best) is known
+
+
 @pytest.mark.parametrize("changes", [{}, {"constrained": False}, {"warmup_epochs": 0, "reference": 1.0}])
 def test_a_training_that_makes_things_worse_keeps_the_untrained_network(make: Make, changes: dict[str, Any]) -> None:
     trainer = make(steps=4, validate_every=2, lr=0.3, **changes)

@@ -4,10 +4,11 @@ import math
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
+from hashlib import file_digest, sha256
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
@@ -38,6 +39,7 @@ class DecodedClip(NamedTuple):
     split: Split | None = None
     notes: tuple[str, ...] = ()
     path: Path | None = None  # None: the generated clip
+    digest: str = ""  # of its files
 
     @property
     def frames_per_row(self) -> int:
@@ -60,7 +62,17 @@ def load_clip(clip: Clip, size: int, progress: bool = True, crops_of: int | None
             shape = picture.shape
         file.flush()
         pixels = np.memmap(file, np.uint8, "r") if file.tell() else np.empty(0, np.uint8)
-    return DecodedClip(clip.name, pixels.reshape(-1, *shape), clip.split, tuple(source.notes), clip.path)
+    digest = _digest(map(_digest_of, source.files))
+    return DecodedClip(clip.name, pixels.reshape(-1, *shape), clip.split, tuple(source.notes), clip.path, digest)
+
+
+def _digest_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return file_digest(file, "sha256").hexdigest()
+
+
+def _digest(parts: Iterable[str]) -> str:
+    return sha256(" ".join(parts).encode()).hexdigest()[:16]
 
 
 def middle(frame: np.ndarray, most: tuple[int, int] = _SHOWN) -> np.ndarray:
@@ -206,6 +218,13 @@ class VideoData:
     sigma: float
     description: str
     sizes: dict[str, int]  # frames of the clips that are for training, and for the test alone
+    digest: str = ""  # of the files of all clips
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Return by what a run knows its data again."""
+        windows = [len(part) for part in (self.train, self.validation, self.test)]
+        return {"windows": windows, "sigma": self.sigma, "digest": self.digest}
 
     def limited(self, limit: int | None) -> Self:
         """Return the same with at most so many test windows, spread over all of them."""
@@ -245,7 +264,8 @@ def load_video(
     frames = Counter({"training frames": 0, "test frames": 0})
     for clip in clips:
         frames["test frames" if clip.split == "test" else "training frames"] += clip.length
-    return VideoData(train, validation, test, sigma, printable("\n".join(lines)), dict(frames))
+    digest = _digest(clip.digest for clip in clips)
+    return VideoData(train, validation, test, sigma, printable("\n".join(lines)), dict(frames), digest)
 
 
 def _standard_deviation(clips: Sequence[DecodedClip], parts: Sequence[Part]) -> float:
