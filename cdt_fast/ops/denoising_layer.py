@@ -168,7 +168,7 @@ def _forward(
     with common.or_plain_torch("denoising_layer", signal) as kernels:
         matrices = for_card(signal, features, dictionary.to(signal.dtype).contiguous())
         blocks, processors = common.blocks_for(kernels.BLOCKS, signal), common.card_of(signal).processors
-        small = thresholds.float(), numbers.float(), parameters.float()
+        small = thresholds.float().contiguous(), numbers.float(), parameters.float()
         tokens, variance = kernels.forward(*matrices, *small, processors, blocks)
         return tokens, variance.to(signal.dtype)
     return _formula(signal, features, dictionary, thresholds, numbers, parameters)
@@ -198,7 +198,7 @@ def _gradients(
         *matrices, grad_tokens = for_card(signal, features, low, grad_tokens)
         upstream = grad_tokens, None if grad_variance is None else grad_variance.float()
         blocks, processors = common.blocks_for(kernels.BACKWARD_BLOCKS, signal), common.card_of(signal).processors
-        small = thresholds.float(), numbers.float(), parameters.float()
+        small = thresholds.float().contiguous(), numbers.float(), parameters.float()
         *firsts, grad_dictionary = kernels.backward(*matrices, *small, *upstream, needs[2], processors, blocks)
         found = *firsts[:2], grad_dictionary, *firsts[2:]
         return [None if each is None else each.to(of.dtype) for each, of in zip(found, tensors, strict=True)]

@@ -160,3 +160,19 @@ def test_the_op_runs_on_the_kernels_with_every_gradient(
     for mine, plain, exact in zip(*found, strict=True):
         allowed = 2 * (plain - exact).norm() + 4 * torch.finfo(dtype).eps * exact.norm()
         assert (mine - exact).norm() <= allowed
+
+
+def test_thresholds_of_any_layout(device: torch.device, dtype: torch.dtype) -> None:
+    """They come as they are where autocast narrows the rest."""
+    if dtype == torch.float32:
+        pytest.skip("has no kernel")
+    signal, features, dictionary, thresholds, numbers, parameters, *_ = drawn((7, 4, 64, 96), torch.float32, device)
+    scale, factor, own, sharpness = *numbers.unbind(1), *parameters.unbind()
+    found = []
+    for given in (thresholds, torch.stack((thresholds, -thresholds), 1)[:, 0]):
+        leaf = given.detach().requires_grad_()
+        with ops.use_backend("triton"), torch.autocast(device.type, dtype):
+            options = {"scale": scale, "factor": factor, "self_bias": own, "sharpness": sharpness}
+            tokens, variance = ops.denoising_layer(signal, features, dictionary, leaf, **options)
+        found.append([tokens, variance, *torch.autograd.grad(tokens.sum() + variance.sum(), leaf)])
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
