@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from cdt_fast.checks import InputError, check_choice, check_integer, check_non_negative, check_number, check_positive
+from cdt_fast.checks import InputError, check_choice, check_integer, check_number, check_positive
 from cdt_fast.ops import common
 
 # Bytes of a chunk's logits: enough rows for the products to run at full speed (on a GPU thousands, also for a
@@ -125,8 +125,10 @@ def layerwise_cross_entropy(
     options = _Options(
         ignore_index=ignore_index,
         label_smoothing=smoothing,
-        softcap=None if softcap is None else check_positive("softcap", softcap),
-        z_loss=check_non_negative("z_loss", z_loss),
+        softcap=None
+        if softcap is None
+        else common.check_factor("softcap", check_positive("softcap", softcap), dtype=dtype),
+        z_loss=common.check_factor("z_loss", z_loss, non_negative=True, dtype=dtype),
         max_tokens=None if max_tokens is None else check_integer("max_tokens", max_tokens, 1),
         chunk_tokens=None if chunk_tokens is None else check_integer("chunk_tokens", chunk_tokens, 1),
         mean=check_choice("reduction", reduction, get_args(common.Reduction)) == "mean",

@@ -149,6 +149,8 @@ BAD: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"max_tokens": 1}, r"targets hold 2 tokens that count, more than max_tokens=1"),
         ({"class_weights": ZEROS(3)}, r"class_weights must have shape \(4,\) \(one number a class\), got \(3,\)"),
         ({"class_weights": ZEROS(4, requires_grad=True)}, r"class_weights must be on cpu and require no gradient"),
+        ({"softcap": 1e39}, "softcap must be a number that float32 holds, got 1e[+]39"),
+        ({"z_loss": 1e39}, "z_loss must be a number that float32 holds, got 1e[+]39"),
         ({"class_weights": ZEROS(4), "label_smoothing": 0.1}, r"class_weights and .* cannot be combined"),
         ({"weight": Sharded(ZEROS(4, 3))}, r"weight is a DTensor: give its full_tensor\(\), or its to_local\(\)"),
         ({"shard": "0 of 2"}, r"shard must be HeadShard\(process group, first, classes\), got '0 of 2'"),
