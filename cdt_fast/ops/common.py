@@ -180,6 +180,7 @@ def without_tensor_cores(dtype: torch.dtype) -> bool:
 
 # Backend
 
+_LEAST_FACTOR = 2.0**-12  # of the kernels in float16
 _setting: Setting = "auto"
 _worked: set[tuple[str, torch.dtype, torch.device]] = set()  # ops of which a kernel has run in a dtype on a device
 _disabled: set[tuple[str, torch.dtype, torch.device]] = set()  # ops of which one failed there
@@ -233,6 +234,12 @@ def choose_backend(op: str, *tensors: Tensor, multiplies: bool = False) -> Backe
         if reason is not None or failed or (_setting == "auto" and multiplies and without_tensor_cores(tensor.dtype)):
             return "torch"
     return "triton"
+
+
+def underflows(dtype: torch.dtype, *factors: float) -> bool:
+    """Return whether kernels would lose what these factors multiply: they round products with them to the dtype, which
+    plain torch multiplies after rounding. Float16 holds too few numbers that small."""
+    return dtype == torch.float16 and any(0 < abs(factor) < _LEAST_FACTOR for factor in factors)
 
 
 @contextlib.contextmanager

@@ -60,18 +60,19 @@ def symmetric_attention(
     if values is z:
         values = None  # one gradient for the tied projection, not two to be added
     dtype = common.compute_dtype(z)
+    scale = common.check_factor("scale", scale, dtype=dtype)
     tokens = common.sequences(z, dtype)
     # No tile holds the rows of a long sequence of wide tokens: a kernel would form their scores anew for each chunk of
-    # the result, in 2.8 to 5.2 times the FLOP of the library's products.
-    backend = common.choose_backend("symmetric_attention", tokens, multiplies=True)
-    if not _packed(tokens) and _widest(z, values) > common.WIDEST:
+    # the result, in 2.8 to 5.2 times the FLOP of the library's products. Places within a sequence are of 32 bits.
+    backend, widest = common.choose_backend("symmetric_attention", tokens, multiplies=True), _widest(z, values)
+    unheld = widest > common.WIDEST or tokens.shape[1] * common.WIDEST >= 2**31
+    if (not _packed(tokens) and unheld) or common.underflows(dtype, scale):
         backend = "torch"
     mixed = None if values is None else common.sequences(values, dtype)
     # Rows that are no multiple of 16 bytes are loaded in parts, and the kernels spill.
     align = 16 // dtype.itemsize if backend == "triton" and not _packed(tokens) else 1
     tokens = _with_width(tokens, -(-z.shape[-1] // align) * align)
     mixed = None if mixed is None else _with_width(mixed, -(-mixed.shape[-1] // align) * align)
-    scale = common.check_factor("scale", scale, dtype=dtype)
     keeps = torch.is_grad_enabled() and (z.requires_grad or (values is not None and values.requires_grad))
     output, *_ = _attention(tokens, mixed, common.length_of_each(lengths), scale, bool(energy), keeps, backend)
     width = (z if values is None else values).shape[-1]

@@ -125,6 +125,7 @@ def unrolled_layer(
     target = None if target is None else common.sequences(target.detach(), target.dtype)
     lengths = common.length_of_each(lengths)
     backend = common.choose_backend("unrolled_layer", rows, multiplies=True)
+    backend = "torch" if common.underflows(dtype, step, scale) else backend
     tensors = rows, codes_given, dictionary, projection, next_dictionary
     numbers = step, threshold, scale, common.effective_nonlinearity(nonlinearity, threshold)
     if _runs_as_one(rows, dictionary, next_dictionary, backend):

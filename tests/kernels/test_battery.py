@@ -19,6 +19,7 @@ from cdt_fast.checks import InputError
 from cdt_fast.ops import common
 from cdt_fast.ops.layerwise_cross_entropy import layerwise_cross_entropy_reference
 from cdt_fast.ops.symmetric_attention import symmetric_attention_reference
+from cdt_fast.ops.unrolled_layer import unrolled_layer_reference
 from tests.ops.battery import (
     OF_SAMPLES,
     OPERATORS,
@@ -293,6 +294,25 @@ def test_gradients_of_tokens_that_are_much_alike(tokens: int, device: torch.devi
         found.append(torch.autograd.grad(function(leaf, scale=0.6), leaf, upstream.to(leaf))[0].double().cpu())
     # Weights, gradient of the scores and result are rounded, each by half an epsilon.
     assert (found[0] - found[1]).norm() <= 2 * torch.finfo(dtype).eps * found[1].norm()
+
+
+@pytest.mark.parametrize("tokens", [7, 70])
+@pytest.mark.parametrize("op", ["symmetric_attention", "unrolled_layer"])
+def test_gradients_of_tokens_in_gray_levels(op: str, tokens: int, device: torch.device, dtype: torch.dtype) -> None:
+    # Float16 does not hold the product of their β and the gradient of the scores.
+    scale, upstream = 1 / (32 * 300**2), normal(4, 2, tokens, 40).to(dtype)
+    codes, dictionary = normal(1, 2, tokens, 40).to(dtype), (300 / 40**0.5 * normal(2, 32, 40)).to(dtype)
+    found = []
+    for own, kept, place in ((True, dtype, device), (False, torch.float64, torch.device("cpu"))):
+        h, leaf = codes.to(place, kept), dictionary.to(place, kept).requires_grad_()
+        if op == "symmetric_attention":
+            attention: Any = ops.symmetric_attention if own else symmetric_attention_reference
+            output = attention(h @ leaf.mT, h, scale=scale)
+        else:
+            layer: Any = ops.unrolled_layer if own else unrolled_layer_reference
+            output = layer(h, h.new_zeros(2, tokens, 32), leaf, step=0.0, threshold=0.0, scale=scale)[0]
+        found.append(torch.autograd.grad(output, leaf, upstream.to(output))[0].double().cpu())
+    assert (found[0] - found[1]).norm() <= (4 * torch.finfo(dtype).eps + F32) * found[1].norm()
 
 
 # The cross-entropy of given logits: its head is the identity
