@@ -1,5 +1,6 @@
 """The comparison of a model's first forward with the model itself, so that no wrong loss is silent."""
 
+import collections
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -53,7 +54,7 @@ def check_first_forward(
             raise unsupported(model, f"its inner depths cannot be read ({reason})") from error
         for position, logits in zip(positions, depths, strict=True):
             depth = layers if position < 0 else taps[position]
-            with _handed_on(layout.layers[depth:]), _same_random_numbers(model):
+            with _handed_on(layout.layers, depth), _same_random_numbers(model):
                 own = wrapped.original(**arguments, labels=labels)
             _compare(layout, depth, logits, loss if position < 0 else None, own)
 
@@ -150,14 +151,19 @@ def _same_random_numbers(model: nn.Module) -> Any:
 
 
 @contextlib.contextmanager
-def _handed_on(layers: Sequence[nn.Module]) -> Iterator[None]:
-    """Make these layers return the state that they are given, in this block."""
+def _handed_on(layers: Sequence[nn.Module], depth: int) -> Iterator[None]:
+    """Make the layers behind `depth` return the state that they are given, in this block, which is one forward."""
+    # A layer that stands before the depth too runs that often first.
+    before = collections.Counter(layers[:depth])
 
     def input_as_output(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        before[layer] -= 1
+        if before[layer] >= 0:
+            return output
         state = state_of(args, kwargs)
         return type(output)((state, *output[1:])) if isinstance(output, tuple | list) else state
 
     with contextlib.ExitStack() as hooks:
-        for layer in layers:
+        for layer in dict.fromkeys(layers[depth:]):
             hooks.callback(layer.register_forward_hook(input_as_output, with_kwargs=True).remove)
         yield

@@ -33,14 +33,18 @@ class DepthReader:
 
     def __init__(self, layout: Layout, taps: Sequence[int]) -> None:
         self.layout, self.last = layout, len(layout.layers)
-        self._inner = [depth for depth in taps if depth < self.last]
-        self._states: dict[int, Tensor] | None = None
-        noted = [(depth, layout.layers[depth]) for depth in self._inner]
+        self._inner, self._kept = [depth for depth in taps if depth < self.last], {*taps, self.last}
+        self._states: dict[int, Any] | None = None
+        # A layer that stands at several depths has one hook: its calls are counted, also of those that are not read.
+        noted: dict[nn.Module, list[int]] = {layout.layers[depth]: [] for depth in self._inner}
+        for depth, layer in enumerate(layout.layers):
+            noted.get(layer, []).append(depth)
+        self._noted = sorted(depth for depths in noted.values() for depth in depths)
         if layout.reads_tokens and layout.tail:
-            noted.append((self.last, layout.tail[0]))
+            noted[layout.tail[0]] = [self.last]
         self._handles = [
-            module.register_forward_pre_hook(functools.partial(self._note, depth), with_kwargs=True)
-            for depth, module in noted
+            module.register_forward_pre_hook(functools.partial(self._note, depths), with_kwargs=True)
+            for module, depths in noted.items()
         ]
 
     def remove(self) -> None:
@@ -48,10 +52,14 @@ class DepthReader:
         for handle in self._handles:
             handle.remove()
 
-    def _note(self, depth: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _note(self, depths: list[int], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # A checkpointed layer runs again in the backward, unnoted; of the final norm the last call is the head's.
-        if self._states is not None and (depth == self.last or depth not in self._states):
-            self._states[depth] = state_of(args, kwargs)
+        if (states := self._states) is None:
+            return
+        for depth in depths:
+            if depth == self.last or depth not in states:
+                states[depth] = state_of(args, kwargs) if depth in self._kept else None
+                break
 
     def read(self, run: _Run, form: Form, *, whole_logits: bool = False, pooled: _Pooled = None) -> tuple[Any, Any]:
         """Return the output of `run`, a forward of the model without labels (of a language model with the logits of one
@@ -116,12 +124,13 @@ class DepthReader:
         return output, self._in_head(form, [*rows, output.logits], autocast[0])
 
     def _inner_states(self, states: dict[int, Tensor]) -> list[Tensor]:
-        for depth in self._inner:
+        for depth in self._noted:
             if depth not in states:
                 raise InputError(
                     f"layer {depth + 1} did not run in this forward, so that depth {depth} has no state: switch "
                     "layerdrop off, or leave the depth out of taps"
                 )
+        for depth in self._inner:
             shape, other = (tuple(getattr(states[each], "shape", ())) for each in (depth, self._inner[0]))
             if shape != other or not shape:
                 reason = f"its layers do not refine one state: it has the shape {other} at depth {self._inner[0]}"

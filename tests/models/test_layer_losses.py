@@ -159,6 +159,36 @@ def test_gradient_checkpointing(name: str, reentrant: bool) -> None:
     assert sum(noting) == 1, "one run within the forward; a second one, in the backward, is not noted"
 
 
+@pytest.mark.parametrize("taps", [[0, 1, 2, 3, 4], [1, 3]])
+@pytest.mark.parametrize("order", [[0, 0, 0, 0], [0, 0, 1, 1], [0, 1, 0, 1]])
+@pytest.mark.parametrize("name", KINDS)
+def test_layers_that_are_one_block(name: str, order: list[int], taps: list[int]) -> None:
+    """Its calls are counted: in a forward, after one that was interrupted, and not those of a checkpointed backward."""
+    model, inputs = build(name, num_hidden_layers=4, use_cache=False), inputs_of(name)
+    owner = model.model if name == "llama" else model.bert.encoder
+    layers = "layers" if name == "llama" else "layer"
+    setattr(owner, layers, torch.nn.ModuleList(getattr(owner, layers)[index] for index in order))
+    weights = [0.5 - 0.2 * tap if tap in taps else 0.0 for tap in range(5)]
+    answer = expected(name, model, inputs, weights)
+    answer.losses = answer.losses[taps]
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    handle = attach_layer_losses(model, taps)
+    handle.weights = [weights[tap] for tap in taps]
+    check(model, inputs, answer)
+    interrupt = handle._layout.layers[2].register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(**inputs)
+    interrupt.remove()
+    model.train().gradient_checkpointing_enable({"use_reentrant": False})
+    check(model, inputs, answer)
+    if taps == [1, 3]:
+        torch._dynamo.reset()
+        losses = torch.compile(model.eval(), backend="eager", fullgraph=True)(**inputs).layer_losses
+        torch.testing.assert_close(losses, answer.losses, **EXACT)
+
+
 def test_the_readout_of_a_classifier_draws_its_dropout_at_every_depth() -> None:
     model, inputs = build("distilbert"), inputs_of("distilbert")
     states = model(**inputs, output_hidden_states=True).hidden_states
