@@ -133,6 +133,7 @@ class DescentCallback(_Callback):
         return args, {**kwargs, "num_items_in_batch": self._items, "return_dict": True}
 
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self.layer_losses.weights = None
         if module.training and "layer_losses" in output and output["loss"].requires_grad:
             losses = measured(output, self.constraints)
             # In the backward: a training step may look at a loss, and return None.

@@ -126,10 +126,13 @@ class _DescentTrainer(Trainer):
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        self.layer_losses.weights = self.constraints.weights() if model.training else None
         # Not num_items_in_batch: some versions count it and do not hand it on.
         items = self._items if model.training else items_in(self.layer_losses, inputs).clamp(min=1)
-        output = model(**{**inputs, "return_dict": True, "num_items_in_batch": items})
+        self.layer_losses.weights = self.constraints.weights() if model.training else None
+        try:
+            output = model(**{**inputs, "return_dict": True, "num_items_in_batch": items})
+        finally:  # outside of the trainer's own forwards the model's loss stays its own
+            self.layer_losses.weights = None
         losses = measured(output, self.constraints)
         if model.training:
             self._pending.append(losses)

@@ -185,6 +185,20 @@ def test_validation_is_plain(tmp_path: Path) -> None:
     assert float(trainer.callback_metrics["val_loss"]) == pytest.approx(float(plain), abs=1e-5)
 
 
+def test_a_forward_past_the_callback_has_the_models_own_loss(tmp_path: Path) -> None:
+    batch, found = stacked(rows(3)), []
+
+    class Reads(DescentCallback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+            # As a wrapper's inner model is called, without the hooks of the wrapper.
+            own = eager_losses(pl_module.model, batch)[-1].item()
+            found.append((pl_module.model.forward(**batch).loss.item(), own))
+
+    fit(tmp_path, Reads(ASCENT), Module())
+    for loss, own in found:
+        assert loss == pytest.approx(own, rel=1e-6)
+
+
 def test_resume_is_bit_equal(tmp_path: Path) -> None:
     settings = {"rate": RATE, "reference": 3.0, "dual_lr": 0.1, "slack_cost": 1.0}
     whole, module = DescentCallback(settings, unconstrained_steps=2), Module(adam=True)

@@ -101,6 +101,21 @@ def test_evaluation_is_plain_and_reports_the_depths(tmp_path: Path) -> None:
     assert trainer.predict(rows(3)).predictions.shape == (3, 6, 50)
 
 
+def test_the_model_keeps_its_own_loss_between_the_steps_and_after_them(tmp_path: Path) -> None:
+    model, batch, found = language_model(), stacked(rows(3)), []
+
+    class Reads(TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            found.append((model(**batch).loss.item(), eager_losses(model, batch)[-1].item()))
+
+    trainer = trainer_for(tmp_path, model=model, max_steps=3, callbacks=[Reads()])
+    trainer.train()
+    assert trainer.constraints.multipliers.all()
+    Reads().on_step_end()
+    for loss, own in found:
+        assert loss == pytest.approx(own, rel=1e-6)
+
+
 def test_slacks_restart_each_epoch(tmp_path: Path) -> None:
     trainer = trainer_for(tmp_path, {"rate": RATE, "dual_lr": 0.1}, gradient_accumulation_steps=1, max_steps=6, count=3)
     seen: list[bool] = []
