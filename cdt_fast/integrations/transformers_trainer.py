@@ -129,10 +129,12 @@ class _DescentTrainer(Trainer):
         # Not num_items_in_batch: some versions count it and do not hand it on.
         items = self._items if model.training else items_in(self.layer_losses, inputs).clamp(min=1)
         self.layer_losses.weights = self.constraints.weights() if model.training else None
+        # Of TRL, which also changes the configuration, where models do not look again.
+        self.layer_losses.router_factor = getattr(self, "router_aux_loss_coef", None)
         try:
             output = model(**{**inputs, "return_dict": True, "num_items_in_batch": items})
         finally:  # outside of the trainer's own forwards the model's loss stays its own
-            self.layer_losses.weights = None
+            self.layer_losses.weights = self.layer_losses.router_factor = None
         losses = measured(output, self.constraints)
         if model.training:
             self._pending.append(losses)

@@ -88,11 +88,12 @@ class LayerLosses:
             count. Most causal language models do, Bart's and Whisper's decoders do not, nor does a classifier.
         weights: w, `[depths]`, one number for each of `taps`, negative and zero too, or None. Set it before a forward;
             a tensor that changes in place need not be set again.
+        router_factor: what the loss of a mixture's routers is multiplied by, or None: by the model's own factor.
     """
 
     # A misspelled `weights` is an error and not a new attribute.
     __slots__ = ("_checked", "_layout", "_pooling", "_reader", "_wrapped", "layers", "model")
-    __slots__ += ("num_constraints", "reads_tokens", "shifts_labels", "taps", "weights")
+    __slots__ += ("num_constraints", "reads_tokens", "router_factor", "shifts_labels", "taps", "weights")
 
     def __init__(self, layout: Layout, taps: tuple[int, ...], inner_pooling: InnerPooling) -> None:
         self.model, self.taps, self.layers = layout.model, taps, len(layout.layers)
@@ -100,6 +101,7 @@ class LayerLosses:
         self.reads_tokens, self.shifts_labels = layout.reads_tokens, layout.shifts_labels
         self._pooling = inner_pooling
         self.weights: Tensor | Sequence[float] | None = None
+        self.router_factor: float | None = None
         self._layout, self._reader = layout, DepthReader(layout, taps)
         self._checked: Layout | None = None  # the layout that has been compared with the model
         self._wrapped = WrappedForward(layout.model, self._forward)
@@ -144,7 +146,8 @@ class LayerLosses:
         whole_logits = self.reads_tokens and not self.model.training
         form = functools.partial(self._losses, targets=targets, weights=weights)
         output, (losses, logits) = self._read(kwargs, form, whole_logits=whole_logits)
-        loss, from_routers = losses.total / (count if items is None else items), router_loss(self.model, output)
+        loss = losses.total / (count if items is None else items)
+        from_routers = router_loss(self.model, output, self.router_factor)
         count = count.to(loss.device, non_blocking=True)
         output = with_fields(
             output,

@@ -35,12 +35,14 @@ def targets_of(labels: Any, classes: int, *, shift: bool, items: Any = None) -> 
     return labels.long().contiguous(), count
 
 
-def router_loss(model: Any, output: Any) -> Tensor | None:
-    """Return what a mixture of experts adds to its loss, once a forward, so that tokens spread over them, or None."""
+def router_loss(model: Any, output: Any, factor: float | None = None) -> Tensor | None:
+    """Return what a mixture of experts adds to its loss, once a forward, so that tokens spread over them, or None.
+    `factor` stands in the place of the model's own."""
     loss = output.get("aux_loss")
     if not isinstance(loss, Tensor):
         return None
-    factors = [getattr(model, name) for name in _ROUTER_FACTORS if hasattr(model, name)]
+    own = [getattr(model, name) for name in _ROUTER_FACTORS if hasattr(model, name)]
+    factors = own if factor is None else [factor]
     if not factors:
         raise InputError(
             f"no layer losses for a {type(model).__name__} with a router loss: what it multiplies that by is unknown "

@@ -21,7 +21,7 @@ from tests.integrations.integration_cases import (
     logged,
     rows,
 )
-from tests.models.layer_loss_cases import adapted
+from tests.models.layer_loss_cases import adapted, build
 
 trl: Any = pytest.importorskip("trl", reason="the package 'trl' is not installed")
 datasets: Any = pytest.importorskip("datasets", reason="the package 'datasets' is not installed")
@@ -38,14 +38,16 @@ def trainer_for(folder: Path, **changes: Any) -> Any:
     data = datasets.Dataset.from_list(entries)
     settings = {**SETTINGS, "bf16": False, "max_steps": 4, "gradient_checkpointing": False}
     settings |= {"dataset_kwargs": {"skip_prepare_dataset": True}, "per_device_eval_batch_size": 8}
-    return with_descent(in_order(trl.SFTTrainer))(
+    plain = in_order(trl.SFTTrainer)
+    kind, given = (plain, {}) if changes.pop("plain", False) else (with_descent(plain), {"constraints": ASCENT})
+    return kind(
         model=model,
         args=trl.SFTConfig(str(folder), **{**settings, **changes}),
         processing_class=tokenizer,
         train_dataset=data,
         eval_dataset=data,
         optimizers=(torch.optim.SGD(model.parameters(), lr=LEARNING_RATE), None),
-        constraints=ASCENT,
+        **given,
     )
 
 
@@ -59,6 +61,22 @@ def test_it_is_the_loop_written_out(checkpointing: bool, tmp_path: Path) -> None
     assert_same_weights(trainer.model, weights)
     after = expected_run([[0, 1], [2, 3], [4, 5], [6, 7], list(range(8))])[1][-1]
     torch.testing.assert_close(evaluated(trainer), after, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("factor", [None, 2.0])
+def test_the_loss_of_the_routers_is_that_of_the_plain_trainer(factor: float | None, tmp_path: Path) -> None:
+    changes: dict[str, Any] = {} if factor is None else {"router_aux_loss_coef": factor}
+    if not hasattr(trl.SFTConfig, "router_aux_loss_coef"):
+        pytest.skip(f"TRL {trl.__version__} leaves the factor to the model")
+    found = []
+    for plain in (True, False):
+        model = build("mixtral", router_aux_loss_coef=5.0)
+        changes |= {"model": model, "gradient_accumulation_steps": 1, "max_steps": 1, "max_grad_norm": 1e9}
+        trainer = trainer_for(tmp_path, plain=plain, **changes)
+        trainer.train()  # of one step: no multiplier has moved in it
+        (entry, *_), metrics = trainer.state.log_history, trainer.evaluate()
+        found.append((entry["grad_norm"], entry["loss"], metrics["eval_loss"]))
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
 
 
 def test_another_loss_is_refused(tmp_path: Path) -> None:
