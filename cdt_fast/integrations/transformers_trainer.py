@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -89,6 +90,9 @@ class _DescentTrainer(Trainer):
         self._unconstrained_steps = check_integer("unconstrained_steps", unconstrained_steps, 0)
         self._logged = LossSums(self.constraints, self.layer_losses.taps)
         self._entries: dict[str, float] = {}
+        # The mean over the micro-batches and not their sum, in newer versions of TRL.
+        names = inspect.unwrap(super().compute_loss).__code__.co_names
+        self._divides_router_loss = "current_gradient_accumulation_steps" in names
         self._pending: list[tuple[Tensor, Tensor]] = []  # losses and counts of the micro-batches of this optimizer step
         # Every version then gives compute_loss what get_batch_samples counted, and does not divide its result again.
         self.model_accepts_loss_kwargs = True
@@ -129,8 +133,11 @@ class _DescentTrainer(Trainer):
         # Not num_items_in_batch: some versions count it and do not hand it on.
         items = self._items if model.training else items_in(self.layer_losses, inputs).clamp(min=1)
         self.layer_losses.weights = self.constraints.weights() if model.training else None
-        # Of TRL, which also changes the configuration, where models do not look again.
-        self.layer_losses.router_factor = getattr(self, "router_aux_loss_coef", None)
+        # Of TRL, which also changes the configuration, where models do not look again, and which divides it.
+        factor = getattr(self, "router_aux_loss_coef", None)
+        if factor is not None and self._divides_router_loss and num_items_in_batch is not None:
+            factor /= self.current_gradient_accumulation_steps
+        self.layer_losses.router_factor = factor
         try:
             output = model(**{**inputs, "return_dict": True, "num_items_in_batch": items})
         finally:  # outside of the trainer's own forwards the model's loss stays its own
