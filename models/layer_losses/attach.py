@@ -92,8 +92,10 @@ class LayerLosses:
     """
 
     # A misspelled `weights` is an error and not a new attribute.
-    __slots__ = ("_checked", "_layout", "_pooling", "_reader", "_wrapped", "layers", "model")
-    __slots__ += ("num_constraints", "reads_tokens", "router_factor", "shifts_labels", "taps", "weights")
+    __slots__ = (
+        *("_checked", "_layout", "_pooling", "_reader", "_wrapped", "layers", "model"),
+        *("num_constraints", "reads_tokens", "router_factor", "shifts_labels", "taps", "weights"),
+    )
 
     def __init__(self, layout: Layout, taps: tuple[int, ...], inner_pooling: InnerPooling) -> None:
         self.model, self.taps, self.layers = layout.model, taps, len(layout.layers)
@@ -107,6 +109,11 @@ class LayerLosses:
         self._wrapped = WrappedForward(layout.model, self._forward)
         ignore_in_predictions(layout.model.config)
         setattr(layout.model, _MARK, self)
+
+    def __getstate__(self) -> Any:
+        # For a copy of the model, of its average say: it has its own loss, as nobody would set these of the copy.
+        unset = dict.fromkeys(("router_factor", "weights"))
+        return None, {**{name: getattr(self, name) for name in self.__slots__}, **unset}
 
     def depth_logits(self, *args: Any, **kwargs: Any) -> list[Tensor]:
         """Return the logits at each of `taps`, `[B, T, V]` or `[B, classes]`, through the model's own norm, pooling

@@ -124,6 +124,19 @@ def test_remove_gives_the_model_back(name: str, tmp_path: Path) -> None:
     attach_layer_losses(model)
 
 
+@pytest.mark.parametrize("copied", [copy.deepcopy, torch.optim.swa_utils.AveragedModel])
+@pytest.mark.parametrize("name", KINDS)
+def test_a_copy_has_its_own_loss(name: str, copied: Any) -> None:
+    model, inputs = build(name), inputs_of(name)
+    own, handle = model(**inputs).loss, attach_layer_losses(model)
+    handle.weights, handle.router_factor = torch.tensor(WEIGHTS, dtype=torch.float64), 2.0
+    lagrangian = model(**inputs).loss
+    output = copied(model)(**inputs)
+    torch.testing.assert_close(output.loss, own, **OWN_LOSS)
+    torch.testing.assert_close(output.layer_losses, model(**inputs).layer_losses, **EXACT)
+    torch.testing.assert_close(model(**inputs).loss, lagrangian, **EXACT)
+
+
 class Counted(nn.Dropout):
     """Dropout with a buffer that only training changes."""
 
