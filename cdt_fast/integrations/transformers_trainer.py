@@ -14,6 +14,7 @@ from cdt_fast.checks import InputError, check_integer, require
 from cdt_fast.constraints.constraints import DescentConstraints
 from cdt_fast.integrations.shared import LossSums, constraints_for, items_in, mean_over_ranks, measured
 from cdt_fast.models.layer_losses import LayerLosses, attach_layer_losses
+from cdt_fast.models.layer_losses.outputs import FIELDS
 from cdt_fast.training.checkpoint import load_checkpoint, save_checkpoint
 
 if TYPE_CHECKING:
@@ -149,6 +150,13 @@ class _DescentTrainer(Trainer):
         elif self._evaluated is not None:
             self._evaluated.add(*losses)
         return (output["loss"], output) if return_outputs else output["loss"]
+
+    def prediction_step(
+        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> Any:
+        # A list that is given stands in the place of the configuration's.
+        ignored = None if ignore_keys is None else [*ignore_keys, *FIELDS]
+        return super().prediction_step(model, inputs, prediction_loss_only, ignored)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         if self.control.should_log and self.state.global_step > self._globalstep_last_logged:

@@ -10,7 +10,7 @@ from cdt_fast.checks import InputError
 from cdt_fast.ops.common import describe
 
 IGNORED = -100
-_FIELDS = ("layer_losses", "layer_loss_count")
+FIELDS = ("layer_losses", "layer_loss_count")
 _IGNORED_KEYS = "keys_to_ignore_at_inference"
 # What models call the factor of the routers' loss in the loss that they return; JetMoe has the second.
 _ROUTER_FACTORS = ("router_aux_loss_coef", "aux_loss_coef")
@@ -56,7 +56,7 @@ def with_fields(output: Any, **fields: Any) -> Any:
     kind = type(output)
     if kind not in _KINDS:
         # A class of its own: FSDP2 and DDP take outputs apart and rebuild them with the fields of their class alone.
-        own = [(name, Any, field(default=None)) for name in _FIELDS]
+        own = [(name, Any, field(default=None)) for name in FIELDS]
         _KINDS[kind] = make_dataclass(kind.__name__, own, bases=(kind,), namespace={"__module__": kind.__module__})
     return _KINDS[kind](**{**output, **fields})
 
@@ -66,4 +66,4 @@ def ignore_in_predictions(config: Any) -> None:
     # It goes by a list of the configuration; its class's is extended, as its own would be written into config.json.
     holder = config if _IGNORED_KEYS in vars(config) else type(config)
     keys = getattr(holder, _IGNORED_KEYS, None) or ["past_key_values"]
-    setattr(holder, _IGNORED_KEYS, [*keys, *(name for name in _FIELDS if name not in keys)])
+    setattr(holder, _IGNORED_KEYS, [*keys, *(name for name in FIELDS if name not in keys)])

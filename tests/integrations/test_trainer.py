@@ -101,6 +101,23 @@ def test_evaluation_is_plain_and_reports_the_depths(tmp_path: Path) -> None:
     assert trainer.predict(rows(3)).predictions.shape == (3, 6, 50)
 
 
+def test_ignored_keys_leave_the_predictions_those_of_the_plain_trainer(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"compute_metrics": lambda given: {"sum": given.predictions.sum()}}
+    keys = {"ignore_keys": ["past_key_values"]}
+    trainer = trainer_for(tmp_path, eval_strategy="epoch", num_train_epochs=1, max_steps=-1, **given)
+    trainer.train(ignore_keys_for_eval=keys["ignore_keys"])
+    found, predicted = [*trainer.state.log_history, trainer.evaluate(**keys)], trainer.predict(rows(5), **keys)
+    trainer.layer_losses.remove()
+    plain: Any = Trainer(trainer.model, trainer.args, eval_dataset=rows(5), **given)  # type: ignore[arg-type]
+    metrics = plain.evaluate(**keys)
+    evaluations = [entry for entry in found if "eval_sum" in entry]
+    for entry in evaluations:
+        for name in ("eval_loss", "eval_sum"):
+            assert entry[name] == pytest.approx(metrics[name], rel=1e-6)
+    assert len(evaluations) == 2
+    assert (predicted.predictions == plain.predict(rows(5), **keys).predictions).all()
+
+
 def test_the_model_keeps_its_own_loss_between_the_steps_and_after_them(tmp_path: Path) -> None:
     model, batch, found = language_model(), stacked(rows(3)), []
 
