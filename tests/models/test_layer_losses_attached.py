@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from accelerate import cpu_offload
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -401,3 +402,12 @@ def test_an_adapter_on_the_head_is_refused(name: str) -> None:
     attach_layer_losses(wrapped)
     with pytest.raises(InputError, match=r"head must have no adapter.*modules_to_save"):
         wrapped(**inputs_of(name))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_head_that_is_offloaded_is_refused(name: str) -> None:
+    model, inputs = cpu_offload(build(name)), inputs_of(name)
+    handle = attach_layer_losses(model)
+    for forward in (model, handle.depth_logits):
+        with pytest.raises(InputError, match=r"head must stay on a device, got .* on meta: do not offload it"):
+            forward(**inputs)
