@@ -153,6 +153,8 @@ def _autocast_of(tensor: Tensor) -> _Autocast:
 def _with_state(layout: Layout, output: Any, state: Tensor, pooled: _Pooled) -> Any:
     """Return what the base model returned, with another last state."""
     state = layout.features(state)
+    if len(state) != (rows := len(output["last_hidden_state"])):
+        raise unsupported(layout.model, f"its layers are given {len(state)} rows of tokens where it returns {rows}")
     state = state if pooled is None else pooled(state)
     changed: dict[str, Tensor | None] = {"last_hidden_state": state}
     if "pooler_output" in output:

@@ -32,6 +32,7 @@ REFUSED_CLASSES = {
     "AlbertForSequenceClassification": r"it holds 0 lists of 4 layers \(num_hidden_layers\)",
     "ResNetForImageClassification": "its configuration states no num_hidden_layers",
     "SegformerForImageClassification": r"its layers do not refine one state: it has the shape \(2, 3,",
+    "XLNetForSequenceClassification": "its layers are given 12 rows of tokens where it returns 2",
     "Gemma3nForCausalLM": "has another shape",
     "Inkling2ForCausalLM": "logits read from depth 3 and its own without its last 1 of 4 layers differ by",
 }
