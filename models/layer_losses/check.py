@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from cdt_fast.checks import InputError
 from cdt_fast.models.layer_losses.layout import Layout, unsupported
-from cdt_fast.models.layer_losses.outputs import IGNORED, router_loss
+from cdt_fast.models.layer_losses.outputs import IGNORED, router_loss, targets_of
 from cdt_fast.models.layer_losses.reading import state_of, without_gradients
 from cdt_fast.models.layer_losses.wrapping import WrappedForward
 
@@ -36,10 +36,12 @@ def check_first_forward(
     the loss at the last depth to be its own loss, of a few rows and tokens of the batch, without dropout.
 
     Compared are the last depth and, of each class of layers, the first and the last depth before such a layer: a model
-    that mixes depths differs at the last. `read` takes arguments, labels and positions in `taps` (−1: the last depth,
-    in any case), and returns the last depth's loss and the logits at the positions.
+    that mixes depths differs at the last. In training mode the loss is compared once more, with the logits of a forward
+    in which the outermost module alone trains, where a term of training alone stands. `read` takes arguments, labels
+    and positions in `taps` (−1: the last depth, in any case), and returns the last depth's loss and the logits at the
+    positions.
     """
-    model, layers = layout.model, len(layout.layers)
+    model, layers, training = layout.model, len(layout.layers), layout.model.training
     arguments, labels = _few(layout, wrapped.names, arguments)
     inner = [(type(layout.layers[depth]), position) for position, depth in enumerate(taps) if depth < layers]
     positions = [-1, *sorted({*dict(inner).values(), *dict(reversed(inner)).values()})]
@@ -57,6 +59,16 @@ def check_first_forward(
             with _handed_on(layout.layers, depth), _same_random_numbers(model):
                 own = wrapped.original(**arguments, labels=labels)
             _compare(layout, depth, logits, loss if position < 0 else None, own)
+        if not training:
+            return
+        model.training = True
+        with _same_random_numbers(model):
+            own = wrapped.original(**arguments, labels=labels)
+        if isinstance(logits := own.get("logits"), Tensor):  # some leave them out in training
+            targets, _ = targets_of(labels, layout.classes, shift=layout.shifts_labels)
+            rows = logits.float().flatten(0, -2)  # of these, as dropout of the outermost module may change them
+            loss = nn.functional.cross_entropy(rows, targets.flatten(), ignore_index=IGNORED)
+            _compare(layout, layers, logits, loss, own)
 
 
 def _compare(layout: Layout, depth: int, logits: Tensor, loss: Tensor | None, output: Any) -> None:

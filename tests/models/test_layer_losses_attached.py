@@ -235,6 +235,24 @@ def test_what_is_not_the_models_own_loss_is_refused_with_both_numbers(taps: Any)
         assert handle._reader._states is None
 
 
+@pytest.mark.parametrize("name", KINDS)
+def test_a_loss_of_training_alone_is_refused_in_training(name: str) -> None:
+    model, inputs = build(name), inputs_of(name)
+    forward = model.forward
+
+    def smoothed(*args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        if model.training and "loss" in output:
+            output.loss = output.loss + 0.01 * output.logits.logsumexp(-1).square().mean()
+        return output
+
+    model.forward = smoothed
+    attach_layer_losses(model)
+    with pytest.raises(InputError, match="its loss is no cross-entropy of the labels"):
+        model.train()(**inputs)
+    assert all(module.training for module in model.modules())
+
+
 def test_unknown_models() -> None:
     small: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "vocab_size": 20}
     labels: dict[str, Any] = {"num_labels": 1, "problem_type": "regression"}
