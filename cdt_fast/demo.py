@@ -13,7 +13,7 @@ from cdt_fast import experiments, page, tasks
 from cdt_fast.bench.document import rows_of
 from cdt_fast.bench.measure import measure
 from cdt_fast.bench.suites import step
-from cdt_fast.checks import InputError
+from cdt_fast.checks import InputError, require
 from cdt_fast.files import replaced_atomically
 from cdt_fast.progress import progress_bar
 from cdt_fast.tables import as_text
@@ -42,6 +42,7 @@ def run(clip: str | None, out: Path) -> None:
     if out.exists() and any(out.iterdir()) and not (out / "plain-0").exists() and not (out / "demo.html").exists():
         held = "holds other files, or what is left of a demo that was stopped"
         raise InputError(f"{out}: {held}; remove them, or choose another folder with --out")
+    require("matplotlib", "report", "the page of the demo")
     command = shlex.join(["cdt-fast", "demo", *filter(None, [clip]), "--out", str(out)])
     parts = [page.paragraph(f"`{command}` makes this page.")]
     for number, part in enumerate((_denoised, _trained, _timed), 1):
@@ -72,8 +73,7 @@ def _denoised(clip: str | None, out: Path, number: int) -> tuple[str, Table, lis
     words += "; half of its training was other scenes of the same generator" * (clip is None)
     words += f". `noisy.mp4` and `denoised.mp4`, beside this page, are {len(frames)} frames of it before and after "
     words += "`cdt-fast denoise noisy.mp4 denoised.mp4`."
-    picture = page.picture(as_png(comparison.draw(found)), f"A part of a frame with noise of σ {_SIGMA:g}")
-    return f"Denoising {name}", table, [page.paragraph(words), picture]
+    return f"Denoising {name}", table, [page.paragraph(words), comparison.picture(found)]
 
 
 def _trained(clip: str | None, out: Path, number: int) -> tuple[str, Table, list[str]]:

@@ -118,8 +118,9 @@ def evaluate(options: argparse.Namespace) -> None:
     command = shlex.join(["cdt-fast", "evaluate", *filter(None, [options.folder]), "--clips", *options.clips])
     found = comparison.compare_denoisers(*open_denoiser(options.folder)[:2], comparison.read_clips(options.clips))
     out = options.out or "clips.html"
+    print(as_text(comparison.as_table(found)), flush=True)
     comparison.write_report(out, found, command)
-    print(f"{as_text(comparison.as_table(found))}\nreport: {out}")
+    print(f"report: {out}")
 
 
 def _evaluate(run: RunFolder, settings: RunSettings, data: Any = None, **given: str) -> None:

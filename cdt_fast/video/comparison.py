@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cdt_fast import page
-from cdt_fast.checks import InputError, require
+from cdt_fast.checks import InputError, MissingExtra, require
 from cdt_fast.progress import progress_bar
 from cdt_fast.training.report import as_png
 from cdt_fast.video.data.clips import find_clips, open_source
@@ -135,11 +135,19 @@ def draw(found: Comparison) -> Any:
     return figure
 
 
+def picture(found: Comparison) -> str:
+    """Return the picture for a page, or where matplotlib is not installed a line that says so."""
+    caption = f"A part of a frame with noise of σ {found.sigmas[len(found.sigmas) // 2]:g}, and what each makes of it"
+    try:
+        return page.picture(as_png(draw(found)), caption)
+    except MissingExtra as error:
+        return page.paragraph(f"No picture: {error}")
+
+
 def write_report(path: str | os.PathLike[str], found: Comparison, command: str) -> None:
     """Write a page with the table and the picture."""
-    caption = f"A part of a frame with noise of σ {found.sigmas[len(found.sigmas) // 2]:g}, and what each makes of it"
-    parts = [page.paragraph(f"`{command}` makes this page."), page.table(as_table(found))]
-    page.write_page(path, "Denoisers side by side", [*parts, page.picture(as_png(draw(found)), caption)])
+    parts = [page.paragraph(f"`{command}` makes this page."), page.table(as_table(found)), picture(found)]
+    page.write_page(path, "Denoisers side by side", parts)
 
 
 def peers() -> dict[str, Callable[[Tensor, float], Tensor]]:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -56,7 +57,9 @@ def test_the_shifted_transform_is_the_mean_over_moved_grids_and_beats_one() -> N
     assert errors[0] < 0.7 * errors[1] < errors[2]
 
 
-def test_a_run_is_compared_with_other_denoisers_on_clips_of_anyone(tmp_path: Path) -> None:
+def test_a_run_is_compared_with_other_denoisers_on_clips_of_anyone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     np.save(tmp_path / "clip.npy", scrolling_clip(20, 40, 50))
     np.save(tmp_path / "short.npy", scrolling_clip(3, 40, 50))
     settings = VideoSettings.chosen({"data": {"window": 8}})
@@ -81,6 +84,11 @@ def test_a_run_is_compared_with_other_denoisers_on_clips_of_anyone(tmp_path: Pat
     assert text.count("<tr>") == 1 + len(found.measured)
     assert text.count("data:image/png;base64,") == 1
     assert "frames a second at 50x40" in text
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    write_report(tmp_path / "clips.html", found, "a command")
+    text = (tmp_path / "clips.html").read_text()
+    assert text.count("<tr>") == 1 + len(found.measured)
+    assert "No picture: drawing a report needs the package" in text
     np.save(tmp_path / "low.npy", scrolling_clip(20, 12, 50))
     with pytest.raises(InputError, match=r"low\.npy: is 50x12, and clips of at least 16x16 are measured"):
         compare_denoisers(model, VideoSettings(), read_clips([str(tmp_path / "low.npy")]), [20.0])
