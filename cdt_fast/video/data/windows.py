@@ -4,7 +4,7 @@ import math
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -40,6 +40,7 @@ class DecodedClip(NamedTuple):
     notes: tuple[str, ...] = ()
     path: Path | None = None  # None: the generated clip
     digest: str = ""  # of its files
+    read: int | None = None  # frames of its files, of which crops leave a rest; None: all
 
     @property
     def frames_per_row(self) -> int:
@@ -51,11 +52,22 @@ class DecodedClip(NamedTuple):
         """Return how many frames there are."""
         return self.frames_per_row * len(self.frames)
 
+    @property
+    def count(self) -> int:
+        """Return how many frames its files have."""
+        return self.length if self.read is None else self.read
+
 
 def load_clip(clip: Clip, size: int, progress: bool = True, crops_of: int | None = None) -> DecodedClip:
     """Decode a clip, cut into crops of `crops_of` frames or resized, into a mapped file: it may exceed memory."""
-    source, shape = open_source(clip.path), (size, size)
-    bar = progress_bar(source.frames(), desc=printable(clip.name), unit="frame", shown=progress)
+    source, shape, read = open_source(clip.path), (size, size), 0
+
+    def frames() -> Iterator[np.ndarray]:
+        nonlocal read
+        for read, frame in enumerate(source.frames(), 1):  # noqa: B007 - counted also where crops leave a rest
+            yield frame
+
+    bar = progress_bar(frames(), desc=printable(clip.name), unit="frame", shown=progress)
     with tempfile.TemporaryFile() as file:
         for picture in cut_crops(bar, crops_of, size) if crops_of else (preprocess(frame, size) for frame in bar):
             file.write(picture.tobytes())
@@ -63,7 +75,7 @@ def load_clip(clip: Clip, size: int, progress: bool = True, crops_of: int | None
         file.flush()
         pixels = np.memmap(file, np.uint8, "r") if file.tell() else np.empty(0, np.uint8)
     digest = _digest(map(_digest_of, source.files))
-    return DecodedClip(clip.name, pixels.reshape(-1, *shape), clip.split, tuple(source.notes), clip.path, digest)
+    return DecodedClip(clip.name, pixels.reshape(-1, *shape), clip.split, tuple(source.notes), clip.path, digest, read)
 
 
 def _digest_of(path: Path) -> str:
@@ -114,7 +126,7 @@ def split_clips(clips: Sequence[DecodedClip], window: int) -> Splits:
             groups[clip.split == "test"].append(Part(index, 0, clip.length))
     train, test = groups
     if not train or (marked and not test):
-        lengths = [(clip.length, clip.name) for clip in clips if (clip.split == "test") == bool(train)]
+        lengths = [(clip.count, clip.name) for clip in clips if (clip.split == "test") == bool(train)]
         length, name = max(lengths, default=(0, "the data set"))
         kind = "test" if train else "training"
         short = f"has {length} frames, less than one window of {window} frames; choose a shorter window"
@@ -130,16 +142,16 @@ def split_clips(clips: Sequence[DecodedClip], window: int) -> Splits:
         divided = [_divided(clips[part.clip], part.clip, window, number) for part in train]
         train, *held_out = map(list, zip(*divided, strict=True))
     short = f"frames are less than a window of {window}"
-    notes = [f"{clip.name}: left out, its {clip.length} {short}" for clip in clips if clip.length < window]
+    notes = [f"{clip.name}: left out, its {clip.count} {short}" for clip in clips if clip.length < window]
     return Splits(train, held_out[0], test if marked else held_out[1], "clip" if by_clip else "time", notes)
 
 
 def _divided(clip: DecodedClip, index: int, window: int, held_out: int) -> list[Part]:
-    windows, needed = clip.length // window, 1 + 2 * held_out
+    windows, needed, frames = clip.length // window, 1 + 2 * held_out, clip.count
     if windows < needed:
         wanted = f"needs {needed} windows of {window}, {needed * window} frames"
-        least = f"choose a window of at most {clip.length // needed}"
-        raise InputError(f"{clip.name}: has {clip.length} frames, and dividing it by time {wanted}; {least}")
+        least = f"choose a window of at most {frames // needed}"
+        raise InputError(f"{clip.name}: has {frames} frames, and dividing it by time {wanted}; {least}")
     tenth = max(1, windows // 10)
     end = windows - held_out * (tenth + 1)
     starts = [end + 1 + number * (tenth + 1) for number in range(held_out)]

@@ -156,6 +156,12 @@ def test_a_marked_tree(tmp_path):
     assert names == [("training/0.npy", 0), ("training/1.npy", 0), ("testing/0.npy", 0)]
 
 
+def test_a_short_clip_is_told_its_own_frames_where_crops_leave_a_rest(tmp_path, refused):
+    save_clips(tmp_path, 60)
+    told = "has 60 frames, and dividing it by time needs 5 windows of 16, 80 frames; choose a window of at most 12"
+    refused(Path("0.npy"), told, by=lambda: load_video(tmp_path / "0.npy", window=16, size=16, crops=True))
+
+
 def test_the_word_demo_is_the_generated_clip(tmp_path, monkeypatch, refused):
     data = load_video("demo", size=32)
     assert data.train.name(0) == ("demo", 0)
