@@ -33,7 +33,7 @@ TASKS = {
     "video": TaskEntry(
         VideoSettings,
         "train a denoiser on video, then evaluate it on held-out frames",
-        ("clip.mp4 --out runs/mine", "clip.mp4 --out runs/plain --no-constrained --no-tied", "--resume runs/mine"),
+        ("clip.mp4 --out runs/mine", "clip.mp4 --out runs/plain --no-constrained", "--resume runs/mine"),
         "cdt_fast.video.task",
     ),
     "text": TaskEntry(

@@ -15,7 +15,7 @@ import pytest
 import cdt_fast
 from cdt_fast.cli.parser import build_parser
 from cdt_fast.files import read_json, write_json
-from cdt_fast.tasks import open_run
+from cdt_fast.tasks import TASKS, open_run
 from cdt_fast.training.checkpoint import load_checkpoint, save_checkpoint
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.video import task
@@ -51,6 +51,17 @@ def test_help_shows_an_example_that_parses(call: Call, command: str) -> None:
     words = shlex.split(line.partition("cdt-fast ")[2])
     assert words[: len(command.split())] == command.split()
     build_parser().parse_args(words)
+
+
+def test_the_examples_of_trainings_are_of_settings_that_fit() -> None:
+    for name, entry in TASKS.items():
+        for example in entry.examples:
+            options = vars(build_parser().parse_args(["train", name, *shlex.split(example)]))
+            given: dict[str, Any] = {}
+            for key, value in options.items():
+                section, dot, setting = key.partition(".")
+                given.setdefault(section, {}).update({setting: value} if dot and value is not None else {})
+            entry.settings.chosen({section: values for section, values in given.items() if values})
 
 
 def test_help_tells_every_default(call: Call) -> None:
