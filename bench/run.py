@@ -47,7 +47,8 @@ def run_command(options: argparse.Namespace) -> int:
     folder = Path(options.out)
     names = dict.fromkeys(case.suite for case in chosen)
     files = {name: results_file.open_file(folder, device.type, name, size, machine["name"]) for name in names}
-    options.hint = f"; what was measured so far is in {shlex.quote(str(folder))}" * bool(options.out)
+    if options.out:
+        folder.mkdir(parents=True, exist_ok=True)
     if options.quick:
         minutes = -(-len(chosen) // 2)
         print(f"{len(chosen)} cases, about {minutes} min, most of it for torch.compile", file=sys.stderr)
@@ -64,6 +65,7 @@ def run_command(options: argparse.Namespace) -> int:
         results_file.add(contents, found[-1], run, [case.name for case in suites[case.suite]])
         if options.out:
             write_json(path, contents)
+            options.hint = f"; what was measured so far is in {shlex.quote(str(folder))}"
         if not options.quick:
             print(line_of(found[-1]), flush=True)
         gc.collect()  # the tensors of a case hang on closures that know each other
