@@ -48,9 +48,8 @@ def load_checkpoint(path: str | os.PathLike[str], *, run: Mapping[str, Any] | No
     return state
 
 
-def check_data(state: dict[str, Any], data: Any, source: str | None, samples: str, run: object) -> None:
-    """Require that the data read from a source are those of a checkpoint; InputError: they are not."""
-    here = data.identity
+def check_data(state: dict[str, Any], here: dict[str, Any], source: str | None, samples: str, run: object) -> None:
+    """Require that data of this identity, read from a source, are those of a checkpoint; InputError: they are not."""
     if any(here.get(name) != there for name, there in state["data"].items()):
         raise InputError(f"{source}: the {samples} are not those that {run} was trained on so far")
 

@@ -20,7 +20,7 @@ def evaluate_run(folder: RunFolder, settings: RunSettings, task: Task, data: Any
     state = load_checkpoint(folder.checkpoint, run=run_identity(settings))
     if data is None:
         data = task.load(settings)
-        check_data(state, data, settings.data.source, task.SAMPLES, folder.path)
+        check_data(state, data.identity, settings.data.source, task.SAMPLES, folder.path)
     data = data.limited(settings.evaluation.limit)
     saved = state["constraints"]["_extra_state"]
     used = saved["reference"]  # at most the loss of a guess, which only the training knew

@@ -315,7 +315,7 @@ class Trainer:
         path, step, steps = self.folder.checkpoint, state["step"], self.workload.steps
         if step > steps:
             raise InputError(f"{path}: is at step {step}, and the training has {steps}")
-        check_data(state, self.data, self.settings.data.source, self.task.SAMPLES, self.folder.path)
+        check_data(state, self._identity, self.settings.data.source, self.task.SAMPLES, self.folder.path)
         try:
             self.model.load_state_dict(state["model"])
             load_optimizer_state(self.optimizer, state["optimizer"])

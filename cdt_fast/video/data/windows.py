@@ -53,7 +53,7 @@ class DecodedClip(NamedTuple):
         return self.frames_per_row * len(self.frames)
 
     @property
-    def count(self) -> int:
+    def whole_length(self) -> int:
         """Return how many frames its files have."""
         return self.length if self.read is None else self.read
 
@@ -126,7 +126,7 @@ def split_clips(clips: Sequence[DecodedClip], window: int) -> Splits:
             groups[clip.split == "test"].append(Part(index, 0, clip.length))
     train, test = groups
     if not train or (marked and not test):
-        lengths = [(clip.count, clip.name) for clip in clips if (clip.split == "test") == bool(train)]
+        lengths = [(clip.whole_length, clip.name) for clip in clips if (clip.split == "test") == bool(train)]
         length, name = max(lengths, default=(0, "the data set"))
         kind = "test" if train else "training"
         short = f"has {length} frames, less than one window of {window} frames; choose a shorter window"
@@ -142,12 +142,12 @@ def split_clips(clips: Sequence[DecodedClip], window: int) -> Splits:
         divided = [_divided(clips[part.clip], part.clip, window, number) for part in train]
         train, *held_out = map(list, zip(*divided, strict=True))
     short = f"frames are less than a window of {window}"
-    notes = [f"{clip.name}: left out, its {clip.count} {short}" for clip in clips if clip.length < window]
+    notes = [f"{clip.name}: left out, its {clip.whole_length} {short}" for clip in clips if clip.length < window]
     return Splits(train, held_out[0], test if marked else held_out[1], "clip" if by_clip else "time", notes)
 
 
 def _divided(clip: DecodedClip, index: int, window: int, held_out: int) -> list[Part]:
-    windows, needed, frames = clip.length // window, 1 + 2 * held_out, clip.count
+    windows, needed, frames = clip.length // window, 1 + 2 * held_out, clip.whole_length
     if windows < needed:
         wanted = f"needs {needed} windows of {window}, {needed * window} frames"
         least = f"choose a window of at most {frames // needed}"
