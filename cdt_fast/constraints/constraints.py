@@ -46,7 +46,7 @@ class DescentConstraints(nn.Module):
         objective    F                        its weights
         "last"       ℓ_L                      (0, …, 0, 1)
         "depths"     Σ_l c_l ℓ_l              c_l
-        "log"        Σ_l c_l log ℓ_l          c_l ā_L / ā_l           ā: the average over the last ten measurements
+        "log"        Σ_l c_l log ℓ_l          c_l ā_L / ā_l           ā: an exponential average over about ten
 
     With r_l = 1 − α_l and the reference ε₀, the constraints of descent g_l ≤ 0 add to the weights
 
@@ -68,7 +68,8 @@ class DescentConstraints(nn.Module):
 
     Args:
         layers: L, at least 1. There are L+1 losses: depth 0 is the input of layer 1.
-        rate: α, one number for all layers or L of them, in [0, 1); None: no constraints of descent.
+        rate: α, one number for all layers or L of them, in [0, 1); None: no constraints of descent. Rates are for
+            positive losses: a negative one may rise by α and still meet it.
         reference: ε₀, a positive number in units of the loss, "auto" or None. "auto" is the mean of ℓ_0 over the first
             20 steps with finite losses; the constraints that need it are off until then.
         objective: "last", "depths" or "log" (for positive losses).

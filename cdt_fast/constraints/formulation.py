@@ -15,7 +15,7 @@ from cdt_fast.checks import InputError, check_choice, check_fraction, check_non_
 from cdt_fast.constraints import presets
 from cdt_fast.constraints.presets import REFERENCE_MEASUREMENTS, DescentOptions
 
-_AVERAGED = 10  # measurements that an average follows
+_AVERAGED = 10  # measurements that an average is about
 
 
 class Violations(NamedTuple):
@@ -31,7 +31,8 @@ def _constant(values: Any) -> nn.Buffer:
 
 
 class RunningMean(nn.Module):
-    """A mean over measurements: ā ← ā + (ℓ − ā) / min(n, window) at the n-th; with `fixes` only while n ≤ window."""
+    """An exponential average of measurements, ā ← ā + (ℓ − ā) / min(n, window) at the n-th; with `fixes` the mean of
+    the first `window`."""
 
     def __init__(self, shape: tuple[int, ...], window: int, fixes: bool = False) -> None:
         super().__init__()
@@ -44,7 +45,28 @@ class RunningMean(nn.Module):
         taken = finite & (self.count < self.window) if self.fixes else finite
         self.count.add_(taken)
         change = (value - self.mean) / self.count.clamp(1, self.window)
-        self.mean.add_(torch.where(taken, change, 0.0))
+        # Viewed: torch 2.13 compiles away what is written in place to a float64 number without dimensions.
+        self.mean.view(-1).add_(torch.where(taken, change, 0.0).view(-1))
+
+
+class MeanOfLast(nn.Module):
+    """The mean of the last measurements, of at most `window` of them."""
+
+    def __init__(self, size: int, window: int) -> None:
+        super().__init__()
+        self.last = nn.Buffer(torch.zeros(window, size, dtype=torch.float64))
+        self.count = nn.Buffer(torch.zeros((), dtype=torch.int64))
+
+    @property
+    def mean(self) -> Tensor:
+        """Return the mean, zero before the first measurement."""
+        return self.last.sum(0) / self.count.clamp(1, len(self.last))
+
+    def update(self, value: Tensor, finite: Tensor) -> None:
+        """Take in one measurement, in the place of the oldest, unless it is not finite."""
+        place = (self.count % len(self.last)).view(1)
+        self.last.index_copy_(0, place, torch.where(finite, value, self.last.index_select(0, place)))
+        self.count.add_(finite)
 
 
 class Objective(nn.Module):
@@ -157,7 +179,7 @@ class ResultBounds(nn.Module):
             number, is_factor = _parsed(f"bounds[{depth}]", bound)
             self.exists[depth] = True
             (factors if is_factor else levels)[depth] = number
-        self.average = RunningMean((layers + 1,), _AVERAGED) if factors.any() else None
+        self.average = MeanOfLast(layers + 1, _AVERAGED) if factors.any() else None
         self.levels, self.factors = _constant(levels), _constant(factors)
 
     def violations(self, losses: Tensor) -> Violations:

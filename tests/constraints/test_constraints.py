@@ -122,12 +122,14 @@ def test_a_result_is_asked_for_and_the_rest_is_as_good_as_it_allows() -> None:
 def test_a_factor_is_of_what_the_warm_up_came_to() -> None:
     constraints = plain(1, None, bounds={1: "0.5x"}, betas=None, dual_lr=1.0, resilience=None)
     assert constraints.needs_warmup
-    average = 0.0
-    for step in range(14):
+    losses = [4.0 - 0.1 * step for step in range(14)]
+    for step, loss in enumerate(losses):
         assert constraints.report([1.0, 1.0]).worst_layer is (1 if step else None)
-        constraints.record(torch.tensor([9.0, 4.0 - 0.1 * step], dtype=torch.float64), 1)
+        constraints.record(torch.tensor([9.0, loss], dtype=torch.float64), 1)
         constraints.step(update=False)
-        average += (4.0 - 0.1 * step - average) / min(step + 1, 10)
+        constraints.record(torch.tensor([math.nan, 1.0], dtype=torch.float64), 1)  # not finite: not counted
+        constraints.step(update=False)
+    average = sum(losses[-10:]) / 10
     feed(constraints, [9.0, 5.0], [9.0, 3.0])
     assert constraints.bound_multipliers is not None
     assert constraints.bound_multipliers.tolist() == pytest.approx([0.0, 8.0 - average])
@@ -151,6 +153,24 @@ def test_auto_reference_is_the_mean_of_the_first_measurements() -> None:
     feed(constraints, [500.0, 0.0])
     assert float(constraints.reference_level) == pytest.approx(mean, rel=1e-12)
     assert constraints.report([9.0, 1.0]).violation[0] == pytest.approx(9.0 - mean)
+
+
+@pytest.mark.parametrize("options", [{}, {"objective": "log", "bounds": {1: "0.9x"}}])
+def test_a_compiled_step_is_the_eager_one(options: dict[str, Any]) -> None:
+    eager, compiled = (plain(1, 0.1, "auto", **options) for _ in range(2))
+
+    def end(constraints: DescentConstraints, losses: torch.Tensor, update: bool) -> None:
+        constraints.record(losses, 1)
+        constraints.step(update)
+
+    for step in range(REFERENCE_MEASUREMENTS + 4):
+        losses = torch.tensor([3.0 - 0.01 * step, 2.9], dtype=torch.float64)
+        end(eager, losses, step > 2)
+        torch.compile(end, backend="aot_eager")(compiled, losses, step > 2)
+    state = eager.state_dict()
+    for name, value in compiled.state_dict().items():
+        assert value == state[name] if isinstance(value, dict) else torch.equal(value, state[name]), name
+    assert compiled.multipliers.max() > 0
 
 
 def test_adam_takes_a_late_constraint_for_a_new_one() -> None:
