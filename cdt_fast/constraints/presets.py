@@ -94,3 +94,12 @@ def options_of(preset: str | None = None, **overrides: Any) -> dict[str, Any]:
         if name not in options:
             raise InputError(f"the constraints have no option {name!r}{suggestion(name, options)}")
     return {**options, **({} if preset is None else PRESETS[preset]), **overrides}
+
+
+def bounds_by_position(bounds: Mapping[int, Any], depths: Sequence[int]) -> dict[int, Any]:
+    """The bounds on depths, by the positions of these among the depths that are read."""
+    for depth in bounds:
+        if depth not in depths or isinstance(depth, bool):
+            read = ", ".join(map(str, depths))
+            raise InputError(f"bounds holds depth {depth!r}, which is not read: the depths are {read}")
+    return {depths.index(depth): bound for depth, bound in bounds.items()}

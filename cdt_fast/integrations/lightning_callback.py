@@ -96,7 +96,8 @@ class DescentCallback(_Callback):
                 f"{self._model_name!r}; it holds {[name for name, _ in pl_module.named_children()]}"
             ) from error
         self._layer_losses = handle = attach_layer_losses(model, self._taps)
-        self._constraints = constraints_for(self._constraints or self._given, handle).to(pl_module.device)
+        given = self._constraints or self._given
+        self._constraints = constraints_for(given, handle, self._unconstrained_steps).to(pl_module.device)
         self._logged = LossSums(self._constraints, handle.taps)
         after = functools.partial(self._after_optimizer_step, trainer, pl_module)
         self._hooks = [

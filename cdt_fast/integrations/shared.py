@@ -8,16 +8,21 @@ from torch import Tensor
 
 from cdt_fast.checks import InputError
 from cdt_fast.constraints.constraints import DescentConstraints
-from cdt_fast.constraints.presets import options_of
+from cdt_fast.constraints.presets import bounds_by_position, options_of
 from cdt_fast.models.layer_losses import LayerLosses
 from cdt_fast.models.layer_losses.outputs import IGNORED
 
 
-def constraints_for(given: DescentConstraints | Mapping[str, Any], layer_losses: LayerLosses) -> DescentConstraints:
+def constraints_for(
+    given: DescentConstraints | Mapping[str, Any], layer_losses: LayerLosses, unconstrained_steps: int
+) -> DescentConstraints:
     """Return `given`, or constraints with these options, which may name a `preset`. InputError: it is neither, names an
-    unknown option, or does not have one loss a depth that is read."""
+    unknown option, does not have one loss a depth that is read, or needs a warm-up that has no steps."""
     if isinstance(given, Mapping):
-        given = DescentConstraints(layer_losses.num_constraints, **options_of(**given))
+        options = options_of(**given)
+        if isinstance(options["bounds"], Mapping):
+            options["bounds"] = bounds_by_position(options["bounds"], layer_losses.taps)
+        given = DescentConstraints(layer_losses.num_constraints, **options)
     if not isinstance(given, DescentConstraints):
         expected = "a DescentConstraints or a dictionary of its options"
         raise InputError(f"constraints must be {expected}, got {type(given).__name__}")
@@ -25,6 +30,9 @@ def constraints_for(given: DescentConstraints | Mapping[str, Any], layer_losses:
         why = f"losses are read at {len(layer_losses.taps)} depths ({', '.join(map(str, layer_losses.taps))})"
         expected = f"{layer_losses.num_constraints}, as {why}"
         raise InputError(f"constraints has layers = {given.layers}; expected {expected}")
+    if given.needs_warmup and not unconstrained_steps:
+        factor = "a factor of the loss at the end of the warm-up"
+        raise InputError(f"unconstrained_steps must be at least 1, as bounds holds {factor}, got 0")
     return given
 
 
@@ -77,8 +85,12 @@ class LossSums:
         losses = sums[:-1] / sums[-1]
         report = self._constraints.report(losses)
         columns: dict[str, Sequence[float | None]] = {"layer_loss": losses.tolist(), "violation": report.violation}
+        if report.bound_violation:
+            columns["bound_violation"] = report.bound_violation
         if multipliers:
             columns["multiplier"] = self._constraints.multipliers.tolist()
+            if (pressing := self._constraints.bound_multipliers) is not None:
+                columns["bound_multiplier"] = pressing.tolist()
         entries = {
             f"{prefix}{name}_{depth}": value
             for name, values in columns.items()

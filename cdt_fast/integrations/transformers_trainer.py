@@ -41,7 +41,8 @@ def with_descent(trainer_class: Any) -> Any:
     of all ranks. Multipliers move once an optimizer step, unless a gradient scaler skips it; slacks restart each epoch.
     Whenever the Trainer logs its loss, it also logs, for each depth d that is read, `layer_loss_d` (in nats, the mean
     since the last log, over all ranks), `multiplier_d`, `violation_d` (where there is a constraint), and `feasible` (1
-    or 0). Checkpoints hold the state of the constraints, and `resume_from_checkpoint` continues it.
+    or 0); with bounds also `bound_multiplier_d` and `bound_violation_d`. Checkpoints hold the state of the constraints,
+    and `resume_from_checkpoint` continues it.
 
     In evaluation the loss is that of the last layer; further metrics are `eval_layer_loss_d`, `eval_violation_d` and
     `eval_feasible`, from sums over all ranks. (Where the ranks do not divide the data set, samplers repeat a few rows,
@@ -87,8 +88,9 @@ class _DescentTrainer(Trainer):
         self._check_supported()
         # Now that TRL has put its own forward in the place of the model's: that one passes on what is not for it.
         self.layer_losses = attach_layer_losses(self.model, taps)
-        self.constraints = constraints_for(constraints, self.layer_losses).to(self.args.device)
         self._unconstrained_steps = check_integer("unconstrained_steps", unconstrained_steps, 0)
+        made = constraints_for(constraints, self.layer_losses, self._unconstrained_steps)
+        self.constraints = made.to(self.args.device)
         self._logged = LossSums(self.constraints, self.layer_losses.taps)
         self._entries: dict[str, float] = {}
         # The mean over the micro-batches and not their sum, in newer versions of TRL.

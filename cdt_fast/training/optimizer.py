@@ -10,7 +10,7 @@ from torch.optim import AdamW, Optimizer
 
 from cdt_fast.checks import InputError
 from cdt_fast.constraints.constraints import DescentConstraints
-from cdt_fast.constraints.presets import DEFAULTS
+from cdt_fast.constraints.presets import DEFAULTS, bounds_by_position
 from cdt_fast.training.settings import RunSettings
 
 LARGEST_GRADIENT_NORM = 1.0
@@ -25,11 +25,8 @@ def build_constraints(settings: RunSettings, layers: int, largest_reference: flo
     chosen, taps = settings.constraints, getattr(settings.model, "taps", None)
     options = {name: getattr(chosen, name) for name in asdict(DEFAULTS) if hasattr(chosen, name)}
     options |= {"objective": settings.objective, "coefficients": settings.coefficients}
-    if chosen.bounds is not None and taps is not None:  # by the positions of their depths among the taps
-        for depth in chosen.bounds:
-            if depth not in taps:
-                raise InputError(f"[constraints] bounds holds depth {depth}, which is not read: --taps are {taps}")
-        options["bounds"] = {taps.index(depth): value for depth, value in chosen.bounds.items()}
+    if chosen.bounds is not None and taps is not None:
+        options["bounds"] = bounds_by_position(chosen.bounds, taps)
     if largest_reference is not None and isinstance(chosen.reference, float):
         options["reference"] = min(chosen.reference, largest_reference)
     constraints = DescentConstraints(layers, **options)

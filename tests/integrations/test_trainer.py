@@ -185,6 +185,19 @@ def test_taps_reach_the_model(tmp_path: Path) -> None:
     assert trainer.constraints.layers == 1
 
 
+def test_bounds_are_on_depths_and_are_logged(tmp_path: Path) -> None:
+    trainer = trainer_for(tmp_path, {"rate": None, "reference": None, "bounds": {2: 0.01}}, taps=[0, 2])
+    trainer.train()
+    last = [entry for entry in trainer.state.log_history if "loss" in entry][-1]
+    assert last["bound_multiplier_2"] > 0
+    assert last["bound_violation_2"] == pytest.approx(last["layer_loss_2"] - 0.01)
+    assert (last["bound_multiplier_0"], "bound_violation_0" in last) == (0.0, False)
+    with pytest.raises(InputError, match="bounds holds depth 1, which is not read: the depths are 0, 2"):
+        trainer_for(tmp_path, {"bounds": {1: 0.5}}, taps=[0, 2])
+    with pytest.raises(InputError, match="unconstrained_steps must be at least 1, as bounds holds a factor"):
+        trainer_for(tmp_path, {"bounds": {2: "0.5x"}})
+
+
 def test_a_step_without_labels_is_left_out_and_a_log_without_any_is_refused(tmp_path: Path) -> None:
     data = rows(4)
     for row in data[2:]:
