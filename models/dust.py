@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -101,7 +102,7 @@ class DUST(PretrainedModel):
         self._check(noisy)
         common.check_tensor("clean", clean, 2, "[..., T, n]")
         common.check_shape("clean", clean, tuple(noisy.shape), "as noisy")
-        if not (tokens := clean.shape[:-1].numel()):
+        if not (tokens := math.prod(clean.shape[:-1])):
             raise InputError(f"clean must hold at least one token, got shape {tuple(clean.shape)}")
         if torch.is_grad_enabled():
             if clean.requires_grad:
@@ -135,15 +136,16 @@ class DUST(PretrainedModel):
         """Yield the projection of every depth, each a reconstruction if `read_all`, else only the last; with `clean`
         also its squared error, for the depths whose layer forms it."""
         noisy = noisy.to(common.compute_dtype(noisy))  # once, not in every layer
+        own_dictionary = self.dictionary  # read once: a parametrization may draw it anew at every access
         # Each with its cast, which is made once for all layers; they form the gradient in the parameter's own dtype.
         if self.tied:
             # As rows of one tensor, so that their gradients are added up at once.
-            rows = self.dictionary.expand(self.layers, -1, -1).unbind()
-            tied = self.dictionary.to(noisy.dtype)
+            rows = own_dictionary.expand(self.layers, -1, -1).unbind()
+            tied = own_dictionary.to(noisy.dtype)
             casts = [tied.detach()] * self.layers
         else:
-            rows, tied = self.dictionary.unbind(), None
-            casts = self.dictionary.detach().to(noisy.dtype).unbind()
+            rows, tied = own_dictionary.unbind(), None
+            casts = own_dictionary.detach().to(noisy.dtype).unbind()
         dictionaries = [*zip(rows, casts, strict=True)]
         # The dictionary that each depth is projected on; the next layer takes the projection where it is its own.
         own = [dictionaries[0], *dictionaries]

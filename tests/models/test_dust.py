@@ -7,7 +7,8 @@ from typing import Any, cast
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from cdt_fast import models
 from cdt_fast.checks import InputError
@@ -149,6 +150,31 @@ def test_torch_compile_sees_one_graph(
         total, per_depth = losses(noisy, clean, weights)
         results.append([total, per_depth, *parameter_gradients(model, total)])
     assert_same(*results)
+
+
+class Drawn(nn.Module):
+    """Scales a weight by a number that is drawn at each access."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * (1 + 0.1 * torch.rand(()))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_dictionary_that_is_drawn_at_each_access_is_drawn_once(tied: bool) -> None:
+    model = built(models.DUST, tied=tied)
+    parametrize.register_parametrization(model, "dictionary", Drawn())
+    inputs, (weight,) = pictures(2), model.parameters()
+    direction = torch.randn(weight.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+
+    def total(step: float = 0.0) -> Tensor:
+        torch.manual_seed(0)
+        weight.data += step * direction
+        return model.layer_losses(*inputs, WEIGHTS).total
+
+    total().backward()
+    assert weight.grad is not None
+    slope = (total(1e-6) - total(-2e-6)) / 2e-6
+    torch.testing.assert_close((weight.grad * direction).sum(), slope, rtol=1e-6, atol=0)
 
 
 def test_a_reconstruction_can_be_changed_in_place() -> None:
