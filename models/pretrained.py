@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Self
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from cdt_fast.checks import InputError
 from cdt_fast.files import read_json, replaced_atomically, write_json
@@ -34,8 +35,13 @@ class PretrainedModel(nn.Module):
     def save_pretrained(self, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         """Write the model to `folder`, each file atomically.
 
-        InputError: the folder is the `model` of a run of `cdt-fast train`, and `overwrite` is false.
+        InputError: the folder is the `model` of a run of `cdt-fast train`, and `overwrite` is false; or a weight is
+        parametrized, which the constructor would not repeat.
         """
+        for name, module in self.named_modules():
+            if is_parametrized(module):
+                where = f"{name or type(self).__name__}.parametrizations"
+                raise InputError(f"{where}: call torch.nn.utils.parametrize.remove_parametrizations before saving")
         folder = Path(folder)
         where = folder.resolve()
         if not overwrite and where.name == "model" and (where.parent / "config.toml").exists():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,14 @@ def test_the_model_of_a_run_is_not_replaced_by_the_way(tmp_path: Path, monkeypat
     model.save_pretrained(run / "another")
     model.save_pretrained(run / "model", overwrite=True)
     assert isinstance(models.load_pretrained(run / "model"), models.VideoUT)
+
+
+def test_a_parametrized_model_is_not_saved(tmp_path: Path) -> None:
+    model = trained(models.DUST)
+    torch.nn.utils.parametrizations.weight_norm(model, "dictionary")
+    with pytest.raises(InputError, match=re.escape("parametrizations: call torch.nn.utils.parametrize.remove_")):
+        model.save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_folder_of_another_class_or_of_a_run(saved: Path) -> None:
