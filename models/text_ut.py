@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from cdt_fast import ops
 from cdt_fast.checks import InputError, check_integer
+from cdt_fast.models.layer_losses.layout import in_use, weight_and_bias
+from cdt_fast.models.layer_losses.wrapping import replaced_forward
 from cdt_fast.models.pretrained import PretrainedModel
 from cdt_fast.ops import common
 
@@ -116,15 +118,22 @@ class TextUT(PretrainedModel):
         `total, per_depth = model.layer_losses(ids, labels, constraints.weights(), lengths=lengths)`.
 
         InputError: as `forward`; `labels` or `depth_weights` have a wrong shape or dtype; on the CPU a label outside
-        the classes.
+        the classes; the head has an adapter, or a forward of its own.
         """
         states = [states() for states in self._depths(tokens, self.layers, lengths)]
         if not isinstance(labels, Tensor) or labels.dtype != torch.int64:
             raise InputError(f"labels must be an int64 tensor with one class a text, got {common.describe(labels)}")
         common.check_shape("labels", labels, tuple(states[0].shape[:-1]), "one class a text")
-        head = self.head
-        losses = ops.layerwise_cross_entropy(states, head.weight, labels, head.bias, depth_weights=depth_weights)
-        return common.LayerwiseLosses(*losses)
+        head: Any = in_use(self.head)
+
+        def losses(states: list[Tensor]) -> common.LayerwiseLosses:
+            weight, bias = weight_and_bias(head)
+            return ops.layerwise_cross_entropy(states, weight, labels, bias, depth_weights=depth_weights)
+
+        if not head._forward_pre_hooks:
+            return losses(states)
+        with replaced_forward(head, losses):  # pruning and weight_norm make the weight anew at a call
+            return head(states)
 
     def _depths(self, tokens: Tensor, depth: int, lengths: Tensor | None) -> Iterator[Callable[[], Tensor]]:
         """Yield the states of every depth, pooled only when called."""
@@ -150,11 +159,11 @@ class TextUT(PretrainedModel):
             raise InputError(f"tokens must hold at least one token a text, got shape {tuple(tokens.shape)}")
         if tokens.device != self.embedding.weight.device:
             raise InputError(f"tokens is on {tokens.device} but the model is on {self.embedding.weight.device}")
-        _check_range(tokens, 0, words - 1, f"tokens holds the id {{}}, outside the vocabulary of {words}")
+        _check_range(tokens, 0, words - 1, f"tokens holds the id {{number}}, outside the vocabulary of {words}")
         states = self.embedding(tokens)
         common.check_lengths(lengths, states)
         if lengths is not None:
-            _check_range(lengths, 1, longest, f"lengths must be from 1 to the {longest} tokens of a text, got {{}}")
+            _check_range(lengths, 1, longest, "lengths must be from 1 to the {most} tokens of a text, got {number}")
         # Before the projections: what stands at padding (NaN too) would reach their weights' gradients.
         states = common.without_padding(states, common.padding_mask(lengths, states))
         return states if self.projection is None else self.projection(states)
@@ -162,11 +171,11 @@ class TextUT(PretrainedModel):
 
 def _check_range(numbers: Tensor, least: int, most: int, message: str) -> None:
     """Require integers within a range on the CPU (a GPU would be waited for, and a compiled graph cannot look);
-    `message` has a place for a wrong one."""
+    `message` has places for a wrong number and for `most`, which as text would be a constant of the compiler's."""
     if numbers.device.type == "cpu" and not torch.compiler.is_compiling() and numbers.numel():
         for number in (int(numbers.min()), int(numbers.max())):
             if not least <= number <= most:
-                raise InputError(message.format(number))
+                raise InputError(message.format(number=number, most=most))
 
 
 def _pooled(states: Tensor, pooling: Tensor | None) -> Tensor:

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
+from torch.nn.utils import prune
 
 from cdt_fast import models
 from cdt_fast.checks import InputError
@@ -199,3 +201,46 @@ def test_a_bad_argument_of_the_model_is_named(arguments: Any, options: dict[str,
 def test_a_bad_input_is_named(tokens: Tensor, options: dict[str, Any], word: str) -> None:
     with pytest.raises(InputError, match=word):
         made()(tokens, **options)
+
+
+def with_head_of(change: Any) -> models.TextUT:
+    model = made()
+    change(model.head)
+    return model
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda head: prune.random_unstructured(head, "weight", 0.5),
+        lambda head: nn.utils.weight_norm(head),
+        lambda head: nn.utils.parametrizations.weight_norm(head),
+    ],
+)
+def test_losses_are_of_the_head_as_it_is_called(change: Any) -> None:
+    model = with_head_of(change)
+    for _ in range(2):  # a weight that hooks make anew has a graph of its own
+        logits = model.depth_logits(ids())
+        expected = torch.stack([nn.functional.cross_entropy(each, LABELS) for each in logits])
+        losses = model.layer_losses(ids(), LABELS).per_depth
+        torch.testing.assert_close(losses, expected, rtol=1e-12, atol=0)
+        losses.sum().backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += 0.1
+
+
+def test_a_head_whose_weight_is_not_all_of_it() -> None:
+    model = made()
+    model.head = type("Doubled", (nn.Linear,), {"forward": lambda self, x: 2 * nn.Linear.forward(self, x)})(6, 3)
+    with pytest.raises(InputError, match="Doubled has a forward of its own"):
+        model.double().layer_losses(ids(), LABELS)
+
+
+def test_one_graph_holds_texts_of_all_lengths() -> None:
+    model, count = made(), CompileCounter()
+    compiled = torch.compile(model, backend=count, dynamic=True)
+    for longest in range(3, 9):
+        tokens = ids().repeat(1, 2)[:, :longest]
+        compiled(tokens, lengths=torch.tensor([longest, 1, 2]))
+    assert count.frame_count == 1
