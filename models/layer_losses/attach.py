@@ -209,7 +209,7 @@ class LayerLosses:
                 f"this {type(self.model).__name__} had {self.layers} layers when its layer losses were attached, and "
                 f"has {len(layout.layers)} now: call remove() before that, and attach after"
             )
-        if layout != self._layout:
+        if layout is not self._layout and layout != self._layout:  # the first is all that a compiler follows
             self._reader.remove()
             self._layout, self._reader = layout, DepthReader(layout, self.taps)
         if self._checked is not self._layout:

@@ -215,6 +215,8 @@ def weight_and_bias(linear: Any) -> tuple[Tensor, Tensor | None]:
     if not weight.is_floating_point() or weight.dim() != 2:
         given = f"{describe(weight)} in {type(linear).__name__}"
         raise InputError(f"the head's weight must be a floating-point matrix, got {given}: do not quantize the head")
+    if type(linear).forward is not nn.Linear.forward:
+        raise InputError(f"the head must be a plain nn.Linear: {type(linear).__name__} has a forward of its own")
     if weight.is_meta:
         raise InputError(f"the head must stay on a device, got {describe(weight)}: do not offload it (device_map)")
     return weight, bias

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import inspect
 import itertools
+import threading
 from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import Any, Self
@@ -24,7 +25,7 @@ class WrappedForward:
         signature = inspect.signature(module.forward)
         by_position = inspect.Parameter.POSITIONAL_OR_KEYWORD
         self.names = [name for name, parameter in signature.parameters.items() if parameter.kind is by_position]
-        self.answer, self._module = answer, module
+        self.answer, self._module, self.lock = answer, module, threading.RLock()
         self._own = "forward" in vars(module)
         numbered = map("_cdt_fast_forward_{}".format, itertools.count())
         self._name = next(name for name in numbered if name not in vars(module))
@@ -33,6 +34,7 @@ class WrappedForward:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         memo[id(self)] = copied = type(self).__new__(type(self))
+        memo[id(self.lock)] = threading.RLock()
         vars(copied).update(copy.deepcopy(vars(self), memo))
         return copied
 
@@ -53,7 +55,10 @@ class WrappedForward:
 def _forward_of(name: str, signature: inspect.Signature) -> Any:
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # accelerate binds what it finds when it unwraps a model, and this again where it was put around its own.
-        return getattr(module, name).answer(*(args[1:] if args and args[0] is module else args), **kwargs)
+        wrapped, args = getattr(module, name), args[1:] if args and args[0] is module else args
+        # A forward replaces those of the head and the base model: another thread has to wait.
+        with contextlib.nullcontext() if torch.compiler.is_compiling() else wrapped.lock:
+            return wrapped.answer(*args, **kwargs)
 
     # Trainers read the signature: for the columns of a data set, and whether a loss takes a number of items.
     first = inspect.Parameter("module", inspect.Parameter.POSITIONAL_ONLY)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import json
 import re
+import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cdt_fast.checks import InputError
 from cdt_fast.models.layer_losses import attach_layer_losses
+from cdt_fast.models.layer_losses.reading import DepthReader
 from cdt_fast.sequence.perturbation import perturbed
 from tests.models.layer_loss_cases import (
     EXACT,
@@ -429,3 +432,36 @@ def test_a_head_that_is_offloaded_is_refused(name: str) -> None:
     for forward in (model, handle.depth_logits):
         with pytest.raises(InputError, match=r"head must stay on a device, got .* on meta: do not offload it"):
             forward(**inputs)
+
+
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_a_head_with_a_forward_of_its_own_is_refused(name: str) -> None:
+    model = build(name)
+    head: Any = model.get_output_embeddings() if name == "llama" else model.classifier
+    head.__class__ = type("Adapted", (nn.Linear,), {"forward": lambda self, x: nn.Linear.forward(self, x)})
+    attach_layer_losses(model)
+    with pytest.raises(InputError, match="Adapted has a forward of its own"):
+        model(**inputs_of(name))
+
+
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_two_threads_share_a_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(name).eval()
+    handle, inputs = attach_layer_losses(model), inputs_of(name)
+    plain, alone = model(**unlabeled(inputs)).logits, model(**inputs).layer_losses
+    monkeypatch.setattr(DepthReader, "_inner_states", slowly(DepthReader._inner_states))
+    with ThreadPoolExecutor(2) as pool:
+        losses = [pool.submit(lambda: model(**inputs).layer_losses) for _ in range(3)]
+        logits = [pool.submit(lambda: model(**unlabeled(inputs)).logits) for _ in range(3)]
+        assert all(torch.equal(each.result(), alone) for each in losses)
+        assert all(torch.equal(each.result(), plain) for each in logits)
+    handle.remove()
+    assert "forward" not in vars(model)
+
+
+def slowly(method: Any) -> Any:
+    def later(*arguments: Any) -> Any:
+        time.sleep(0.05)
+        return method(*arguments)
+
+    return later
