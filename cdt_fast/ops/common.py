@@ -5,6 +5,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import math
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -622,12 +623,12 @@ def detach_zero_weighted(tensors: Sequence[Tensor], weights: Tensor | None) -> l
     return [tensor.detach() if zero else tensor for tensor, zero in zip(tensors, zeros, strict=True)]
 
 
-# Tokens and padding
+# Tokens and padding. Sizes are multiplied by Python: torch.Size.numel() makes constants of an exported graph's.
 
 
 def rows_of(tokens: Tensor) -> Tensor:
     """Reshape `[..., width]` to `[rows, width]`, also where the width is 0 (and `reshape(-1, 0)` is ambiguous)."""
-    return tokens.reshape(tokens.shape[:-1].numel(), tokens.shape[-1])
+    return tokens.reshape(math.prod(tokens.shape[:-1]), tokens.shape[-1])
 
 
 def sequences(tokens: Tensor, dtype: torch.dtype) -> Tensor:
@@ -635,7 +636,7 @@ def sequences(tokens: Tensor, dtype: torch.dtype) -> Tensor:
     if tokens.dim() == 3 and tokens.dtype == dtype and tokens.is_contiguous():
         return tokens
     *leading, count, width = tokens.shape
-    return tokens.to(dtype).reshape(torch.Size(leading).numel(), count, width).contiguous()
+    return tokens.to(dtype).reshape(math.prod(leading), count, width).contiguous()
 
 
 def length_of_each(lengths: Tensor | None) -> Tensor | None:

@@ -6,6 +6,7 @@ A chunk costs one product for its losses and two more for its gradients, with on
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, get_args
@@ -120,7 +121,7 @@ def layerwise_cross_entropy(
     hidden, dtype = common.detach_zero_weighted(hidden_states, weights), common.compute_dtype(hidden_states[0])
     needs = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (weight, bias, *hidden)]
     # A classifier's gradients of the logits are smaller than those of its hidden states, which would have to be scaled.
-    keeps = any(needs) and rows <= weight.shape[1] and sum(depth.shape[:-1].numel() for depth in hidden) > FEW_ROWS
+    keeps = any(needs) and rows <= weight.shape[1] and sum(math.prod(depth.shape[:-1]) for depth in hidden) > FEW_ROWS
     keeps = keeps and common.is_plain_eager(weight, bias, class_weights, weights, *per_depth_targets, *hidden)
     options = _Options(
         ignore_index=ignore_index,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, get_args
 
@@ -119,7 +120,7 @@ def _gradients(
 
 def _tokens(target: Tensor, padding: Tensor | None) -> Tensor | int:
     """Count the tokens that count; on a GPU with lengths as a tensor: the host does not wait for it."""
-    tokens = target.shape[:-1].numel() if padding is None else (~padding).sum()
+    tokens = math.prod(target.shape[:-1]) if padding is None else (~padding).sum()
     if (isinstance(tokens, int) or tokens.device.type == "cpu") and not tokens:
         raise InputError(f"target must hold at least one token that counts, got shape {tuple(target.shape)}")
     return tokens
