@@ -52,8 +52,8 @@ class perturbed:
         model: a transformers model, a `TextUT`, or an `nn.Embedding`.
         gamma: γ ≥ 0 of `e + γ std(e) ε`, ε ~ N(0, 1), on all tokens; 0 changes nothing.
         seed: of the draws.
-        std: std(e), one number; None: that of the whole embedding table as it is now. Give it where the table is
-            sharded, and where the model scales its embeddings.
+        std: std(e), one number; None: that of the whole embedding table as it is now, times the module's own
+            `embed_scale` if it has one. Give it where the table is sharded.
         padding_id: the id of padding; None: the model's, if its config or embeddings have one.
         samples: the numbers of the texts that pass next, int64 `[texts]`; None: they are counted.
 
@@ -80,6 +80,9 @@ class perturbed:
         if std is None:
             table: Any = embedding.weight
             std = torch.std(table.detach().to(torch.promote_types(table.dtype, torch.float32)), correction=0)
+            # Of a LoRA layer the base layer holds it; where a model scales by itself, it scales the noise too.
+            scale = getattr(getattr(embedding, "base_layer", embedding), "embed_scale", None)
+            std = std if scale is None else std.mul(scale)
         elif not isinstance(std, Tensor):
             std = torch.tensor(check_non_negative("std", std), dtype=torch.float64)
         self.gamma, self.seed = check_non_negative("gamma", gamma), check_integer("seed", seed, 0) % 2**62

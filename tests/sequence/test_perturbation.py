@@ -189,6 +189,30 @@ def test_a_transformers_model_in_training_and_evaluation() -> None:
     assert torch.equal(bert(ids, attention_mask=ids != PAD).logits, clean)
 
 
+SCALED: list[tuple[str, dict[str, Any]]] = [  # a buffer, and a number; both 4 for a width of 16
+    ("Gemma", {"num_key_value_heads": 1, "head_dim": 8}),
+    ("XGLM", {"d_model": 16, "num_layers": 1, "attention_heads": 2, "ffn_dim": 8, "scale_embedding": True}),
+]
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize(("kind", "options"), SCALED)
+def test_the_noise_of_scaled_embeddings_is_scaled(kind: str, options: dict[str, Any], adapted: bool) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    config = getattr(transformers, f"{kind}Config")(vocab_size=40, **sizes, **options)
+    model, (ids, _) = getattr(transformers, f"{kind}ForCausalLM")(config), batch(50)
+    if adapted:
+        peft = pytest.importorskip("peft")
+        model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["embed_tokens"]))
+    embedding = model.get_input_embeddings()
+    with torch.no_grad():
+        clean = embedding(ids)
+        with perturbed(model, 0.5, padding_id=PAD):
+            noise = embedding(ids) - clean
+    assert noise.std().item() == pytest.approx(0.5 * 4 * embedding.weight.std().item(), rel=0.03)
+
+
 # Evaluation
 
 
