@@ -107,7 +107,7 @@ class TextData:
 
 
 class Instruction(NamedTuple):
-    """An instruction, the input it is about ("" for none), and the answer."""
+    """An instruction, the input it is about (blank for none), and the answer, with their blanks."""
 
     instruction: str
     input: str
@@ -116,8 +116,9 @@ class Instruction(NamedTuple):
     @property
     def prompt(self) -> str:
         """Return the text before the answer, in the words of Stanford Alpaca."""
-        context = ", paired with an input that provides further context" if self.input else ""
-        about = f"### Input:\n{self.input}\n\n" if self.input else ""
+        has_input = bool(self.input.strip())
+        context = ", paired with an input that provides further context" if has_input else ""
+        about = f"### Input:\n{self.input}\n\n" if has_input else ""
         return f"{_TASK}{context}. {_REQUEST}\n\n### Instruction:\n{self.instruction}\n\n{about}### Response:\n"
 
 
@@ -141,13 +142,13 @@ def load_instructions(settings: LanguageSettings) -> Splits:
     for place, row in read_rows(source):
         row = {**row, "input": row.get("input") or ""}
         every.append(Instruction(*(_text((place, row), name) for name in Instruction._fields)))
-        if not every[-1].instruction:
+        if not every[-1].instruction.strip():
             raise InputError(f"{place}: 'instruction' is empty")
-    instructions = _shuffled([entry for entry in every if entry.output], _SPLIT_SEED)
+    instructions = _shuffled([entry for entry in every if entry.output.strip()], _SPLIT_SEED)
     if not instructions:
         raise InputError(f"{source}: holds no instruction with an answer")
     first, more = (max(1, round(share * len(instructions))) for share in shares)
-    kinds = [entry[:2] for entry in instructions]
+    kinds = [(entry.instruction.strip(), entry.input.strip()) for entry in instructions]
     parts = _divided(range(len(kinds)), kinds, Counter(kinds), (first, more), {})
     if not all(parts):
         held_out = f"{first:,} for --validation and {more:,} for --test leave none to train on"
@@ -219,7 +220,7 @@ def _by_column(path: Path, table: list[tuple[str, list[str]]]) -> list[Row]:
 
 
 def _text(row: Row, column: str, advice: str = "") -> str:
-    """Return the text in a column, or the number there in digits, without blanks around it."""
+    """Return the text in a column, or the number there in digits."""
     place, values = row
     if column not in values:
         raise InputError(f"{place}: no column {column!r}; there are {', '.join(map(repr, values)) or 'none'}{advice}")
@@ -228,7 +229,7 @@ def _text(row: Row, column: str, advice: str = "") -> str:
         return str(value).lower()
     if not isinstance(value, str):
         raise InputError(f"{place}: {column!r} must be a text, got {shown(value)}")
-    return value.strip()
+    return value
 
 
 def read_table(path: Path, settings: TextDataSettings) -> TextData:
@@ -255,7 +256,7 @@ def _labeled(source: Path, rows: Iterable[Row], columns: tuple[str, str, str | N
     values: list[str] = []
     num_dropped = 0
     for row in rows:
-        value = _composed(_text(row, label, advice))
+        value = _composed(_text(row, label, advice).strip())
         if value == _HIDDEN and columns == _NLI_COLUMNS:
             num_dropped += 1
             continue

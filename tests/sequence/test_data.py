@@ -207,10 +207,11 @@ def test_a_split_keeps_the_proportions_and_depends_on_the_seed_alone() -> None:
 @pytest.mark.parametrize("task", ["text", "lm"])
 def test_copies_of_a_text_are_in_one_part(task: str, tmp_path: Path) -> None:
     rows = [{"text": f"text {n % 30}", "label": str(n % 30 % 2), "instruction": f"Say {n % 30}."} for n in range(300)]
+    rows[31]["instruction"] += " "
     rows[7]["label"] = "0"  # of a text that is elsewhere of the other class
     content = json.dumps([{**row, "output": f"{number}"} for number, row in enumerate(rows)])
     splits = load(task, write(tmp_path / "rows.json", content))
-    kinds = [part.texts if task == "text" else [entry.instruction for entry in part] for part in splits[:3]]
+    kinds = [part.texts if task == "text" else [entry.instruction.strip() for entry in part] for part in splits[:3]]
     assert [len(set(part)) for part in kinds] == ([22, 4, 4] if task == "text" else [26, 2, 2])
     assert sum(map(len, kinds)) == 300
     assert len(set().union(*kinds)) == 30
@@ -258,17 +259,21 @@ def test_instructions_in_alpaca_s_form(tmp_path: Path) -> None:
     entries = [
         {"instruction": "Add.", "input": "1 and 2", "output": "3 <br />"},
         {"instruction": "Sing. ", "input": "", "output": "La\n"},
-        {"instruction": "Say nothing.", "input": "", "output": ""},
-        {"instruction": "Wait.", "output": "Ok."},
+        {"instruction": "Say nothing.", "input": "", "output": " \n"},
+        {"instruction": "Wait.", "input": " ", "output": "    return 1\n"},
     ]
     splits = load("lm", write(tmp_path / "alpaca.json", json.dumps(entries)), validation=0.1, test=0.1)
     assert splits.limited(1).test == splits.test[:1]
     every = sorted([*splits.train, *splits.validation, *splits.test])
-    assert every == [Instruction("Add.", "1 and 2", "3 <br />"), ("Sing.", "", "La"), ("Wait.", "", "Ok.")]
+    assert every == [
+        Instruction("Add.", "1 and 2", "3 <br />"),
+        ("Sing. ", "", "La\n"),
+        ("Wait.", " ", "    return 1\n"),
+    ]
     assert splits.num_dropped == 1
     assert every[0].prompt.endswith("### Instruction:\nAdd.\n\n### Input:\n1 and 2\n\n### Response:\n")
-    assert every[1].prompt.endswith("### Instruction:\nSing.\n\n### Response:\n")
-    assert "Input" not in every[1].prompt
+    assert every[1].prompt.endswith("### Instruction:\nSing. \n\n### Response:\n")
+    assert "Input" not in every[1].prompt + every[2].prompt
 
 
 @pytest.mark.parametrize(
