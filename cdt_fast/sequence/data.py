@@ -140,7 +140,7 @@ def load_instructions(settings: LanguageSettings) -> Splits:
     shares = _share("validation", data.validation), _share("test", data.test)
     every = []
     for place, row in read_rows(source):
-        row = {**row, "input": row.get("input") or ""}
+        row = {**row, "input": "" if row.get("input") is None else row["input"]}
         every.append(Instruction(*(_text((place, row), name) for name in Instruction._fields)))
         if not every[-1].instruction.strip():
             raise InputError(f"{place}: 'instruction' is empty")

@@ -276,6 +276,13 @@ def test_instructions_in_alpaca_s_form(tmp_path: Path) -> None:
     assert "Input" not in every[1].prompt + every[2].prompt
 
 
+@pytest.mark.parametrize(("value", "kept"), [(0, "0"), (False, "false"), (None, "")])
+def test_only_null_is_no_input(tmp_path: Path, value: Any, kept: str) -> None:
+    entries = [{"instruction": f"Double {n}.", "input": value, "output": "x"} for n in range(3)]
+    splits = load("lm", write(tmp_path / "a.json", json.dumps(entries)))
+    assert splits.train[0].input == kept
+
+
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
@@ -283,6 +290,7 @@ def test_instructions_in_alpaca_s_form(tmp_path: Path) -> None:
         ({"instruction": "a"}, r"no column 'output'; there are 'instruction', 'input'$"),
         ({"instruction": " ", "output": "x"}, r"'instruction' is empty"),
         ({"instruction": "a", "output": [3]}, r"'output' must be a text, got \[3\]"),
+        ({"instruction": "a", "input": [], "output": "x"}, r"'input' must be a text, got \[\]"),
         ({"instruction": "a", "output": ""}, r"no instruction with an answer"),
         ({"instruction": "a", "output": "b"}, r"has 1 with an answer; 1 for --validation and 1 for --test leave none"),
     ],
