@@ -60,7 +60,7 @@ def evaluate(folder: RunFolder, settings: TextSettings, data: Splits) -> dict[st
     else:
         encoder = load_model(_CLASSIFIER, folder.model)
         names = _own_classes(encoder.config) or names
-        network = PretrainedNetwork(encoder, tokenizer, inner_pooling=settings.model.inner_pooling)
+        network = _pretrained(encoder, tokenizer, settings.model)
     test = _encoded(data.test, names, tokenizer, settings)
     check_rows(network, (test,), settings)
     measured = measure(network, test, settings, BF16_ON_CPU)
@@ -97,10 +97,18 @@ def _build_encoder(settings: TextModelSettings, names: list[str]) -> tuple[Pretr
         "ignore_mismatched_sizes": own.num_labels != len(names),
     }
     model = load_model(_CLASSIFIER, name, download, new_head=True, **head)
+    return _pretrained(model, tokenizer, settings), names
+
+
+def _pretrained(model: Any, tokenizer: Any, settings: TextModelSettings) -> PretrainedNetwork:
+    """Return the network of a classifier, which takes the tokenizer's padding for its own."""
     network = PretrainedNetwork(model, tokenizer, inner_pooling=settings.inner_pooling)
-    if getattr(model.config, "pad_token_id", None) is None:  # a decoder looks for the last token before it
-        model.config.pad_token_id = network.padding_id
-    return network, names
+    # RoBERTa and its kin count positions from their own, and would from another once the model is loaded again.
+    tables = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
+    if all(table is model.get_input_embeddings() or table.padding_idx is None for table in tables):
+        for config in (model.config, model.config.get_text_config()):  # a decoder reads the last token that is another
+            config.pad_token_id = network.padding_id
+    return network
 
 
 def _own_classes(config: Any) -> list[str] | None:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from cdt_fast.checks import InputError
-from cdt_fast.files import read_json
+from cdt_fast.files import read_json, write_json
 from cdt_fast.models import TextUT
 from cdt_fast.sequence import text
 from cdt_fast.sequence.evaluation import measure
@@ -226,6 +226,29 @@ def test_a_decoder_finds_the_end_of_a_text_whose_padding_it_has_no_embedding_of(
     inputs = [samples.batch(chosen, network.padding_id, torch.device("cpu"))[0] for chosen in ([0], [0, 1])]
     alone, together = (network.depth_logits(part)[-1][0] for part in inputs)
     torch.testing.assert_close(alone, together)
+
+
+@pytest.mark.parametrize(("kind", "used"), [("Llama", 0), ("Roberta", 1)])
+def test_padding_is_the_tokenizer_s_but_where_positions_are_counted_from_it(
+    tmp_path: Path, encoder: Path, kind: str, used: int
+) -> None:
+    sizes = {**ENCODER, "vocab_size": len((encoder / "vocab.txt").read_text().split())}
+    config = getattr(transformers, f"{kind}Config")(pad_token_id=1, **sizes)
+    getattr(transformers, f"{kind}Model")(config).save_pretrained(tmp_path / "model")
+    transformers.BertTokenizerFast(str(encoder / "vocab.txt")).save_pretrained(tmp_path / "model")
+    table = write_table(tmp_path / "reviews.tsv")
+    settings = settings_for(table, model=str(tmp_path / "model"), steps=1, gamma=0.0, inner_pooling="own")
+    run = trained(settings, tmp_path / "run")
+    assert read_json(run.model / "config.json")["pad_token_id"] == used
+    accuracy = evaluated(run, settings)["accuracy"]
+    write_json(run.model / "config.json", {**read_json(run.model / "config.json"), "pad_token_id": 1})
+    assert evaluated(run, settings)["accuracy"] == accuracy  # of a run that was saved with another
+    if kind == "Llama":
+        test, model = load_data(settings).test, transformers.AutoModelForSequenceClassification
+        model = model.from_pretrained(run.model, pad_token_id=0).eval()
+        every = [logits_of(model, run.model, [text]) for text in test.texts]
+        right = (torch.cat(every).argmax(-1) == torch.tensor(test.labels)).double().mean().item()
+        assert accuracy[0] == pytest.approx(right)
 
 
 @pytest.mark.parametrize(("least", "told"), [(1, False), (3, True)])
