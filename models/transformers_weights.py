@@ -5,6 +5,7 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from cdt_fast.checks import InputError
@@ -34,7 +35,7 @@ def named_errors(name: Any, remedy: str) -> Iterator[None]:
         yield
     except InputError:
         raise
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         # The beginning of the reason: transformers likes to list all the models it has.
         reason = textwrap.shorten(str(error), 240, placeholder=" …") or type(error).__name__
         raise InputError(f"{name}: cannot be loaded as a transformers model ({reason}){remedy}") from error

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from cdt_fast.checks import InputError
-from cdt_fast.models.transformers_weights import load_complete
+from cdt_fast.models.transformers_weights import load_complete, named_errors
 from tests.models.layer_loss_cases import build
 
 KINDS = {"llama": transformers.AutoModelForCausalLM, "bert": transformers.AutoModelForSequenceClassification}
@@ -46,6 +46,14 @@ def test_a_weight_of_the_base_that_cannot_be_used(change: str, tmp_path: Path) -
     for new_head in (False, True):
         with pytest.raises(InputError, match=message.format(key=key)):
             load_complete(KINDS["bert"], tmp_path, new_head=new_head, ignore_mismatched_sizes=True)
+
+
+def test_a_file_that_was_cut_short(tmp_path: Path) -> None:
+    saved("bert", tmp_path)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(InputError, match="cannot be loaded as a transformers model"), named_errors(tmp_path, ""):
+        load_complete(KINDS["bert"], tmp_path)
 
 
 def test_a_new_head(tmp_path: Path) -> None:
