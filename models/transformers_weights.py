@@ -14,14 +14,18 @@ from cdt_fast.checks import InputError
 def load_complete(kind: Any, name: Any, *, new_head: bool = False, **options: Any) -> Any:
     """Return `kind.from_pretrained(name, **options)` with every weight from the files, finite; no code of theirs runs.
     A weight that is missing, or of another shape, is an InputError (transformers itself takes random numbers), but with
-    `new_head` outside of the base model and in its pooler: these are trained anew. Pickle files are not read."""
-    options = {"use_safetensors": True, "trust_remote_code": False, **options}
+    `new_head` outside of the base model and in its pooler: these are trained anew, those of another shape only if the
+    options have `ignore_mismatched_sizes`. Pickle files are not read."""
+    other_shapes = new_head and options.get("ignore_mismatched_sizes", False)
+    # Otherwise transformers points to a report of the shapes that is switched off.
+    options = {"use_safetensors": True, "trust_remote_code": False, **options, "ignore_mismatched_sizes": True}
     model, loading = kind.from_pretrained(name, output_loading_info=True, **options)
     # A mismatched key comes with its two shapes.
     mismatched = {key if isinstance(key, str) else key[0] for key in loading["mismatched_keys"]}
-    problems = {"lacks {} weights": set(loading["missing_keys"]), "has {} weights of other shapes": mismatched}
-    for what, keys in problems.items():
-        wrong = sorted(key for key in keys if not (new_head and _is_new(model, key)))
+    missing = set(loading["missing_keys"])
+    problems = ("lacks {} weights", missing, new_head), ("has {} weights of other shapes", mismatched, other_shapes)
+    for what, keys, allowed in problems:
+        wrong = sorted(key for key in keys if not (allowed and _is_new(model, key)))
         if wrong:
             raise InputError(f"{name}: {what.format(len(wrong))} of a {type(model).__name__}, the first is {wrong[0]}")
     check_finite(model, f"{name}")

@@ -45,7 +45,7 @@ def test_a_weight_of_the_base_that_cannot_be_used(change: str, tmp_path: Path) -
     key = saved("bert", tmp_path, function)
     for new_head in (False, True):
         with pytest.raises(InputError, match=message.format(key=key)):
-            load_complete(KINDS["bert"], tmp_path, new_head=new_head, ignore_mismatched_sizes=True)
+            load_complete(KINDS["bert"], tmp_path, new_head=new_head, ignore_mismatched_sizes=new_head)
 
 
 def test_a_file_that_was_cut_short(tmp_path: Path) -> None:
@@ -68,6 +68,12 @@ def test_a_new_head(tmp_path: Path) -> None:
         load_complete(KINDS["bert"], tmp_path)
     wider = load_complete(KINDS["bert"], tmp_path, new_head=True, num_labels=7, ignore_mismatched_sizes=True)
     assert wider.classifier.out_features == 7
+
+
+def test_a_head_of_another_shape_for_as_many_classes(tmp_path: Path) -> None:
+    saved("bert", tmp_path, lambda weights, _: weights.update({"classifier.weight": torch.zeros(2, 3)}))
+    with pytest.raises(InputError, match=r"has 1 weights of other shapes of a Bert.*, the first is classifier\.weight"):
+        load_complete(KINDS["bert"], tmp_path, new_head=True, ignore_mismatched_sizes=False)
 
 
 def test_neither_code_nor_a_pickle_of_a_folder_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
