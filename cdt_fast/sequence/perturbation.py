@@ -4,6 +4,7 @@ Each number is a hash of (seed, text, token, component), by the output function 
 the same however a batch is cut, padded or sharded, and on every device, up to the rounding of `erfinv`.
 """
 
+import contextlib
 import math
 from typing import Any, Self
 
@@ -96,8 +97,11 @@ class perturbed:
     def __exit__(self, *_: object) -> None:
         self._handle.remove()
 
-    def _perturb(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], embedded: Tensor) -> Tensor:
+    def _perturb(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], embedded: Any) -> Tensor:
         """Return the perturbed word embeddings `[..., T, width]` of texts of ids `[..., T]`, and count these."""
+        if not isinstance(embedded, Tensor):  # I-BERT's come with their scale
+            kind = type(module).__name__
+            raise InputError(f"the word embeddings must be a tensor, got the {type(embedded).__name__} of {kind}")
         ids: Tensor = args[0] if args else kwargs["input"]
         tokens, samples = ids.reshape(-1, ids.shape[-1]), self.samples
         if samples is None:
@@ -127,8 +131,11 @@ class perturbed:
 
 def word_embeddings(model: nn.Module) -> nn.Module:
     """Return the module that turns ids into word embeddings, or InputError: `model` has none."""
-    find = getattr(model, "get_input_embeddings", None)
-    found = model if isinstance(model, nn.Embedding) else find() if callable(find) else None
+    find: Any = getattr(model, "get_input_embeddings", None)
+    found: Any = model if isinstance(model, nn.Embedding) else None
+    if found is None and callable(find):
+        with contextlib.suppress(NotImplementedError, AttributeError):  # of a model that hashes characters, as Canine
+            found = find()
     if not isinstance(found, nn.Module) or not isinstance(getattr(found, "weight", None), Tensor):
         raise InputError(f"model must have word embeddings (get_input_embeddings()), got a {type(model).__name__}")
     return found

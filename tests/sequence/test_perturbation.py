@@ -189,6 +189,27 @@ def test_a_transformers_model_in_training_and_evaluation() -> None:
     assert torch.equal(bert(ids, attention_mask=ids != PAD).logits, clean)
 
 
+class Refusing(nn.Module):
+    """A model without a table of words, as transformers' Canine."""
+
+    def get_input_embeddings(self) -> nn.Module:
+        raise NotImplementedError
+
+
+class Paired(nn.Embedding):
+    """Embeddings with their scale, as those of I-BERT."""
+
+    def forward(self, input: Tensor) -> Any:
+        return super().forward(input), torch.ones(1)
+
+
+def test_embeddings_of_another_kind_are_refused() -> None:
+    with pytest.raises(InputError, match=r"must have word embeddings .*, got a Refusing"):
+        perturbed(Refusing())
+    with perturbed(embedding := Paired(40, 5)), pytest.raises(InputError, match="got the tuple of Paired"):
+        embedding(batch()[0])
+
+
 SCALED: list[tuple[str, dict[str, Any]]] = [  # a buffer, and a number; both 4 for a width of 16
     ("Gemma", {"num_key_value_heads": 1, "head_dim": 8}),
     ("XGLM", {"d_model": 16, "num_layers": 1, "attention_heads": 2, "ffn_dim": 8, "scale_embedding": True}),
