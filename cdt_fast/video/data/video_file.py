@@ -20,6 +20,9 @@ _EXPECTED = "expected a video, a folder of frames, or a .npy file"
 _EVEN_SHARE = 0.9  # of the steps from frame to frame that are about equal, and of the stated duration
 _JUMP_SECONDS = 1  # the clock of joined files starts anew; less is disorder in one file
 _PICTURE_CODECS = frozenset({"mjpeg", "png", "bmp", "gif", "tiff", "webp"})
+# SWS_POINT, SWS_FULL_CHR_H_INT and SWS_ACCURATE_RND of FFmpeg's scaler, whose fast path to RGB truncates. The denoiser
+# tells colors of half the resolution by their pixels, which are to be repeated. PyAV 17 does not name the last two.
+EXACT = 1 << 4 | 1 << 13 | 1 << 18
 
 # Code points of ITU-T H.273, which are FFmpeg's numbers. These mean the same of primaries, transfer and matrix.
 UNSPECIFIED, LIMITED_RANGE = 2, 1
@@ -167,7 +170,8 @@ class VideoFile(FrameSource):
             self.lost[f"{bits} bits a color (8 are written{_HDR.get(frame.color_trc, '')})"] = None
         transparent = pixels.has_palette or any(component.is_alpha for component in components)
         gray = pixels.name.startswith("gray")
-        shown = frame.to_ndarray(format="gray" if gray else "rgba" if transparent else "rgb24")
+        form = "gray" if gray else "rgba" if transparent else "rgb24"
+        shown = frame.to_ndarray(format=form, interpolation=EXACT)
         # WebM names its transparency, which FFmpeg's own decoders leave out.
         if stream.metadata.get("alpha_mode") == "1" or (not gray and transparent and shown[..., 3].min() < 255):
             self.lost["transparency"] = None
