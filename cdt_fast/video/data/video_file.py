@@ -172,6 +172,8 @@ class VideoFile(FrameSource):
         gray = pixels.name.startswith("gray")
         form = "gray" if gray else "rgba" if transparent else "rgb24"
         shown = frame.to_ndarray(format=form, interpolation=EXACT)
+        if gray and frame.color_range == LIMITED_RANGE:  # which FFmpeg leaves as it is
+            shown = np.rint((shown.astype(np.float32) - 16) * (255 / 219)).clip(0, 255).astype(np.uint8)
         # WebM names its transparency, which FFmpeg's own decoders leave out.
         if stream.metadata.get("alpha_mode") == "1" or (not gray and transparent and shown[..., 3].min() < 255):
             self.lost["transparency"] = None

@@ -57,6 +57,17 @@ def test_gray_video_gives_gray_frames(tmp_path):
     assert np.array_equal(read(encode(tmp_path / "gray.mkv", frames, "ffv1", "gray")), frames)
 
 
+def test_gray_video_of_limited_range_is_shown_with_all_its_contrast(tmp_path):
+    def limited(stream):
+        stream.codec_context.color_range = 1
+
+    frames = [av.VideoFrame.from_ndarray(np.full((16, 16), level, np.uint8), "gray") for level in (16, 127, 235)]
+    for frame in frames:
+        frame.color_range = 1
+    path = encode(tmp_path / "gray.mkv", frames, "ffv1", "gray", setup=limited)
+    assert [int(frame[7, 7]) for frame in read(path)] == [0, 129, 255]
+
+
 @pytest.mark.parametrize("share", [0.5, 0.9])
 @pytest.mark.parametrize(
     ("name", "codec", "options"),
