@@ -74,9 +74,15 @@ def with_noise(frames: Tensor, deviation: Tensor, drawn: Tensor) -> Tensor:
 
 def estimated_noise(frames: Tensor) -> float:
     """Return the standard deviation of white noise in frames `[..., h, w]`, from the finest diagonal differences, which
-    have little else: `σ = median |x_{i,j} − x_{i,j+1} − x_{i+1,j} + x_{i+1,j+1}| / (2 · 0.6745)`, i even; or else 0."""
+    have little else: `σ = median |x_{i,j} − x_{i,j+1} − x_{i+1,j} + x_{i+1,j+1}| / (2 · 0.6745)`, i even; or else 0.
+    Where all frames have the same four equal pixels, as in bars beside the picture, there is no noise to find."""
     if min(frames.shape[-2:]) < 2:
         return 0.0
     step = 2 * -(-frames.numel() // _PIXELS_FOR_NOISE)
-    across = (frames[..., 1::step, :] - frames[..., :-1:step, :]).diff(dim=-1)
-    return across.abs_().median().item() / (2 * _MEDIAN_OF_NORMAL)
+    below, above = (rows.flatten(0, -3) for rows in (frames[None, ..., 1::step, :], frames[None, ..., :-1:step, :]))
+    across = (below - above).diff(dim=-1)
+    first = above[0]
+    still = ((below == first) & (above == first)).all(0)
+    dead = still[:, 1:] & still[:, :-1] & (first.diff(dim=-1) == 0)
+    seen = across[:, ~dead] if dead.any() and not dead.all() else across
+    return seen.abs_().median().item() / (2 * _MEDIAN_OF_NORMAL)

@@ -39,3 +39,12 @@ def test_the_noise_is_found_from_the_frames() -> None:
     for shape in ((3, 1079, 1921), (600, 3, 1000)):  # where not every pair of rows is taken
         noise = torch.randn(shape, generator=torch.Generator().manual_seed(0))
         assert estimated_noise(0.1 * noise) == pytest.approx(0.1, rel=0.01)
+
+
+def test_bars_beside_the_picture_have_no_part_in_its_noise() -> None:
+    frames = 0.1 * torch.randn(2, 4, 64, 64, generator=torch.Generator().manual_seed(0))
+    for bar in (8, 24):
+        frames[..., :bar] = frames[..., -bar:] = 0
+        assert estimated_noise(frames) == pytest.approx(0.1, rel=0.05)
+    frames[:] = (torch.arange(64) // 8).float()  # clean steps that stand still, and black
+    assert estimated_noise(frames) == estimated_noise(0 * frames) == 0
