@@ -289,7 +289,7 @@ class Trainer:
 
     def _save_checkpoint(self) -> None:
         # The losses of a step are from before its update, which may be what broke the weights.
-        weights = torch.stack([parameter.detach().abs().max() for parameter in self.model.parameters()])
+        weights = torch.stack([weight.detach().abs().max() for weight in self.model.parameters() if weight.numel()])
         self._check_finite("weights", weights.tolist())
         save_checkpoint(self.folder.checkpoint, self.state_dict())
 

@@ -109,6 +109,13 @@ def test_a_network_comes_with_the_package(call: Call, tmp_path: Path) -> None:
     assert build_network(settings.chosen({"model": {"layers": 4}})).layers == 4  # which it does not fit
 
 
+def test_a_network_of_one_layer_is_trained(call: Call, tmp_path: Path, quick_figures: None) -> None:
+    """One of its parameters is empty."""
+    np.save(tmp_path / "clip.npy", scrolling_clip(90, 32, 32))
+    words = ["--layers", 1, "--steps", 1, "--batch", 1, "--size", 16, "--device", "cpu"]
+    assert call("train", "video", tmp_path / "clip.npy", "--out", tmp_path / "run", *words).status == 0
+
+
 @pytest.mark.parametrize(
     ("model", "training", "expected"),
     [({}, {}, 0.001), ({"scratch": True}, {}, 0.01), ({"layers": 4}, {}, 0.01), ({"scratch": True}, {"lr": 0.0}, 0.0)],
