@@ -65,6 +65,7 @@ class Excerpt(FrameSource):
             self.times += self._clip.times[-1:]
             self.tags, self.lost = self._clip.tags, self._clip.lost
             yield f"frame {number}", frame
+        self.notes = self._clip.notes
 
 
 class FrameArray(FrameSource):

@@ -17,6 +17,7 @@ from PIL import Image
 
 from cdt_fast.checks import InputError
 from cdt_fast.video.data.clips import open_source
+from cdt_fast.video.data.source import Excerpt
 from tests.video.clips import encode, plain, tone
 
 
@@ -282,6 +283,9 @@ def test_frames_missing_between_others_are_noted(tmp_path):
     times = [Fraction(number, 30) for number in (*range(20), *range(25, 50))]
     path = encode(tmp_path / "gap.mkv", map(plain, range(45)), "libx264", times=times, options={"bf": "0"})
     assert signs(path) == ["5 frames are missing between the 45 that it holds, by their times"]
+    times = [Fraction(number, 30) for number in (*range(5), *range(6, 11))]
+    path = encode(tmp_path / "short.mkv", map(plain, range(10)), "libx264", times=times, options={"bf": "0"})
+    assert signs(path) == ["1 frame is missing between the 10 that it holds, by their times"]
 
 
 def test_a_whole_video_whose_sound_lasts_longer_has_no_notes(tmp_path):
@@ -303,6 +307,9 @@ def test_interlaced_video_is_noted(tmp_path, count):
     assert len(list(source.frames())) == 6 + count
     note = f"{path}: is interlaced in 6 of {6 + count} frames: deinterlace it first, as with ffmpeg -vf bwdif"
     assert source.notes[-1] == note
+    excerpt = Excerpt(source, 1, 99)
+    assert len(list(excerpt.frames())) == 5 + count
+    assert excerpt.notes[-1] == note
     assert count or len(source.notes) == 1
 
 
