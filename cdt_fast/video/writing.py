@@ -115,7 +115,10 @@ def _encoded(stream: Any, frames: Iterable[np.ndarray], source: FrameSource, rat
         last = max(last + 1, round((steady if even else shown) / tick))
         picture.time_base, picture.pts = tick, last
         yield from stream.encode(picture)
-    yield from stream.encode(None)
+    for packet in stream.encode(None):
+        if packet.pts == last and source.lasting:
+            packet.duration = round(source.lasting / tick)
+        yield packet
 
 
 def _carried(source: VideoFile, container: Any, lost: list[str], notes: list[str]) -> Iterator[Any]:

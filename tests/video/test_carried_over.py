@@ -12,6 +12,7 @@ from typing import Any
 import av
 import numpy as np
 import pytest
+from PIL import Image
 
 from cdt_fast.checks import InputError
 from cdt_fast.models import DUST, DenoisingDUST
@@ -63,6 +64,16 @@ def test_frame_times_pixel_shape_and_sound_come_through(tmp_path: Path, suffix: 
     assert sound == times_and_sound(source)[1]
     with av.open(str(tmp_path / f"out{suffix}")) as container:
         assert container.streams.video[0].sample_aspect_ratio == Fraction(64, 45)
+
+
+@pytest.mark.parametrize("suffix", [".mp4", ".mkv"])
+def test_the_last_frame_is_shown_as_long(tmp_path: Path, suffix: str) -> None:
+    source = tmp_path / "in.gif"
+    pictures = [Image.new("L", (48, 32), level) for level in (0, 90, 180)]
+    pictures[0].save(source, save_all=True, append_images=pictures[1:], duration=[100, 150, 3000])
+    denoised(source, tmp_path / f"out{suffix}")
+    with av.open(str(tmp_path / f"out{suffix}")) as container:
+        assert container.duration / 1e6 == pytest.approx(3.25, abs=0.02)
 
 
 def flash_and_beep(path: Path) -> tuple[int, float, float]:

@@ -25,6 +25,7 @@ class FrameSource(ABC):
         self.expected: int | None = None  # number of frames, as the file states it; None: it does not
         # What is wrong with frames that were read all the same, a line each; whole once `frames` has ended.
         self.notes: list[str] = []
+        self.lasting = Fraction(0)  # seconds for which the frame read last is shown; 0: the file does not state it
         self.times: list[Fraction] = []  # of each frame read so far, in seconds; empty where the file states none
         # Properties of FFmpeg's codec context that say how to show the frames; known with the first frame.
         self.tags: dict[str, Any] = {}
@@ -63,6 +64,7 @@ class Excerpt(FrameSource):
         self.times = []
         for number, frame in enumerate(islice(self._clip.frames(), self._start, self._stop), self._start):
             self.times += self._clip.times[-1:]
+            self.lasting = self._clip.lasting
             self.tags, self.lost = self._clip.tags, self._clip.lost
             yield f"frame {number}", frame
         self.notes = self._clip.notes

@@ -102,6 +102,7 @@ class VideoFile(FrameSource):
                         damaged_frames += frame.is_corrupt
                         interlaced += frame.interlaced_frame
                         self.times.append(self._time(frame, stream))
+                        self.lasting = (frame.duration or 0) * stream.time_base
                         yield f"frame {len(self.times) - 1}", self._shown(frame, stream)
             except av.error.FFmpegError as error:
                 raise InputError(
