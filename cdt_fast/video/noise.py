@@ -75,7 +75,7 @@ def with_noise(frames: Tensor, deviation: Tensor, drawn: Tensor) -> Tensor:
 def estimated_noise(frames: Tensor) -> float:
     """Return the standard deviation of white noise in frames `[..., h, w]`, from the finest diagonal differences, which
     have little else: `σ = median |x_{i,j} − x_{i,j+1} − x_{i+1,j} + x_{i+1,j+1}| / (2 · 0.6745)`, i even; or else 0.
-    Where all frames have the same four equal pixels, as in bars beside the picture, there is no noise to find."""
+    Rows and columns that are flat and the same in all frames, bars beside the picture, are left out."""
     if min(frames.shape[-2:]) < 2:
         return 0.0
     step = 2 * -(-frames.numel() // _PIXELS_FOR_NOISE)
@@ -84,5 +84,7 @@ def estimated_noise(frames: Tensor) -> float:
     first = above[0]
     still = ((below == first) & (above == first)).all(0)
     dead = still[:, 1:] & still[:, :-1] & (first.diff(dim=-1) == 0)
-    seen = across[:, ~dead] if dead.any() and not dead.all() else across
+    # Bars span the picture. Flat still parts inside of it count: else a clean screen recording would be of its edges.
+    inside = across[:, ~dead.all(1)][..., ~dead.all(0)]
+    seen = inside if inside.numel() else across
     return seen.abs_().median().item() / (2 * _MEDIAN_OF_NORMAL)

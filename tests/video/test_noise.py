@@ -48,3 +48,5 @@ def test_bars_beside_the_picture_have_no_part_in_its_noise() -> None:
         assert estimated_noise(frames) == pytest.approx(0.1, rel=0.05)
     frames[:] = (torch.arange(64) // 8).float()  # clean steps that stand still, and black
     assert estimated_noise(frames) == estimated_noise(0 * frames) == 0
+    frames[..., 20:28, 20:28] = torch.rand(2, 4, 8, 8)  # what moves on a screen that is flat beside it is no noise
+    assert estimated_noise(frames) == 0
