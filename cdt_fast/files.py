@@ -43,8 +43,8 @@ def replaced_atomically(path: str | os.PathLike[str]) -> Iterator[Path]:
             temporary.unlink()
 
 
-def try_lock(file: IO[Any]) -> bool:
-    """Lock an open file until it is closed, or this process ends; False if another process has locked it."""
+def try_lock(file: IO[Any] | int) -> bool:
+    """Lock an open file, or descriptor, until it is closed, or this process ends; False if another process has."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

@@ -64,10 +64,14 @@ class RunFolder:
     @contextmanager
     def lock(self) -> Iterator[None]:
         """Keep other processes from training this run until the block, or this process, ends; RunInUse: one does."""
-        with self.config.open("r+b") as file:
-            if not try_lock(file):
+        # The folder, as an editor puts a new file in the place of config.toml.
+        descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            if not try_lock(descriptor):
                 raise RunInUse(f"{self.path}: another process is training this run; wait for it, or stop it first")
             yield
+        finally:
+            os.close(descriptor)
 
     def remove_if_untouched(self) -> None:
         """Remove what `create` made if no step was trained: the settings, and the folder if nothing else is in it."""

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from cdt_fast.checks import InputError
+from cdt_fast.files import write_text
 from cdt_fast.tasks import open_run
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.video.settings import VideoSettings
@@ -95,8 +96,10 @@ def test_a_run_that_another_process_trains_is_refused_until_that_is_killed(tmp_p
         assert other.stdout is not None
         try:
             assert other.stdout.readline() == "held\n"
-            with pytest.raises(InputError, match=r"mine: another process is training this run"), run.lock():
-                pass
+            for change in (lambda: None, lambda: write_text(run.config, run.config.read_text())):  # as an editor does
+                change()
+                with pytest.raises(InputError, match=r"mine: another process is training this run"), run.lock():
+                    pass
             assert open_run(run.path, trained=False)[1] == VideoSettings()
         finally:
             other.kill()
