@@ -158,12 +158,13 @@ class Trainer:
                 if saved:
                     validation = self._validate()
                     self.folder.append_metrics({"step": self.step, "validation": validation})
+                    self._save_checkpoint()  # before the print, which can fail: the model is of this step
                     if progress and not on_terminal:
                         minutes = (time.perf_counter() - started) / (self.step - first) * (steps - self.step) / 60
                         left = f"; about {minutes:.1f} minutes to go" if minutes > 0.5 else ""
                         summary = self._summary(validation["loss"])
                         print(f"step {self.step} of {steps}: held-out {summary}{left}", file=sys.stderr)
-                if saved or signals:
+                elif signals:
                     self._save_checkpoint()
                 bar.update()
                 if signals:

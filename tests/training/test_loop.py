@@ -334,6 +334,20 @@ def test_progress_outside_of_a_terminal_is_a_line_a_validation(make: Make, capsy
     assert capsys.readouterr().err == ""
 
 
+def test_a_print_that_fails_leaves_model_and_checkpoint_of_one_step(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make(steps=4, validate_every=2)
+
+    def fail(*_: Any, **options: Any) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(loop, "print", fail, raising=False)
+    with pytest.raises(BrokenPipeError):
+        trainer.run(progress=True)
+    assert load_checkpoint(trainer.folder.checkpoint)["step"] == 2
+
+
 def test_bf16_trains_and_keeps_its_weights_in_float32(make: Make) -> None:
     losses = []
     for precision in ("bf16", "fp32"):
