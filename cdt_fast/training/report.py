@@ -124,12 +124,18 @@ def axes_of(width: float = 6.4, columns: int = 1, *, together: bool = False) -> 
     return figure, axes[0]
 
 
+def as_drawn(name: str) -> str:
+    """Return a name that matplotlib draws as it is: not as mathematics, nor, for a leading underscore, left out."""
+    return ("\u200b" if name.startswith("_") else "") + name.replace("$", r"\$")
+
+
 def plot_runs(
     axis: Any, runs: Sequence[EvaluatedRun], values: Sequence[Sequence[float]], x: Sequence[float] | None = None
 ) -> None:
     """Draw a line a run: its values over `x`; None: over their depths."""
     for number, (run, line) in enumerate(zip(runs, values, strict=True)):
-        axis.plot(range(len(line)) if x is None else x, line, "o-", color=COLORS[number % len(COLORS)], label=run.label)
+        places, color = range(len(line)) if x is None else x, COLORS[number % len(COLORS)]
+        axis.plot(places, line, "o-", color=color, label=as_drawn(run.label))
     if x is None:
         axis.xaxis.get_major_locator().set_params(integer=True)
 
@@ -184,7 +190,7 @@ def _ratios(runs: Sequence[EvaluatedRun]) -> Any:
     figure, (axis,) = axes_of()
     for number, (run, ratios) in enumerate(zip(runs, found, strict=True)):
         if ratios:
-            axis.plot(ratios, QUANTILES, color=COLORS[number % len(COLORS)], label=run.label)
+            axis.plot(ratios, QUANTILES, color=COLORS[number % len(COLORS)], label=as_drawn(run.label))
     axis.axvline(1.0, color=GRAY, linewidth=0.8)
     axis.set(xlabel="ratio", ylabel="share", xlim=(0, 2))
     add_legend(axis)
@@ -205,6 +211,6 @@ def _multipliers(runs: Sequence[EvaluatedRun]) -> Any:
             color, style = COLORS[depth % len(COLORS)], _STYLES[depth // len(COLORS) % len(_STYLES)]
             width = 1.5 + 3 * (1 - depth / layers)  # multipliers of the same value, zero mostly, are all seen
             axis.plot(steps, values, style, color=color, linewidth=width, label=rf"$\lambda_{{{depth}}}$")
-        axis.set(xlabel="step", ylabel="multiplier", title=run.label)
+        axis.set(xlabel="step", ylabel="multiplier", title=as_drawn(run.label))
         add_legend(axis, columns=3)
     return figure

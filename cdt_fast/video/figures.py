@@ -9,7 +9,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from cdt_fast.files import replaced_atomically
-from cdt_fast.training.report import GRAY, add_legend, axes_of, mark_training, plot_runs, pyplot, set_log_scale
+from cdt_fast.training.report import (
+    GRAY,
+    add_legend,
+    as_drawn,
+    axes_of,
+    mark_training,
+    plot_runs,
+    pyplot,
+    set_log_scale,
+)
 from cdt_fast.training.task import EvaluatedRun, Table
 from cdt_fast.video.data.windows import VideoData
 from cdt_fast.video.evaluation import VideoEvaluation
@@ -96,9 +105,8 @@ def draw_depths(runs: Sequence[EvaluatedRun]) -> Any:
         for axis, frame, name in zip(row, frames, names, strict=False):
             error = LEVELS * (frame - clean).square().mean().sqrt().item()
             draw_frame(axis, frame[part], f"{name}\n" + f"RMSE {error:.1f}" * (error > 0))
-        row[0].annotate(
-            run.name or run.folder.name, (0, 1.36), xycoords="axes fraction", fontsize="large", fontweight="bold"
-        )
+        name = as_drawn(run.name or run.folder.name)
+        row[0].annotate(name, (0, 1.36), xycoords="axes fraction", fontsize="large", fontweight="bold")
     return figure
 
 
