@@ -94,6 +94,8 @@ def test_help_tells_every_default(call: Call) -> None:
         ("train video --resume missing --steps 3", ["--resume takes no other settings"]),
         ("evaluate", ["RUN is missing: cdt-fast evaluate RUN"]),
         ("evaluate missing", ["missing: is no run folder"]),
+        ("evaluate --clips CLIP --out CLIP", ["--out must be the page to write, a .html file, got"]),
+        (f"train video CLIP --seed {2**63}", ["[training] seed must be less than"]),
         ("denoise a.mp4 b.mp4 --run missing", ["missing: is no run folder"]),
         ("denoise in.mp4 out.mp4 --depth two", ["--depth", "two"]),
         ("train video CLIP --no-adaptive", ["unknown argument: --no-adaptive"]),

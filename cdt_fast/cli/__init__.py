@@ -24,6 +24,8 @@ class _Terminated(BaseException):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status. Bad input is one line on stderr and status 2."""
     options = argparse.Namespace(hint="")
+    if sys.stderr is None:  # closed by the caller
+        sys.stderr = io.StringIO()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr is: a γ must not end in an error
     # Read when torch is imported. Beside another busy process threads that wait for each other without a pause are ten

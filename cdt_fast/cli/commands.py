@@ -112,12 +112,14 @@ def evaluate(options: argparse.Namespace) -> None:
         return
     if options.gammas is not None or options.limit is not None:
         raise InputError("--gammas and --limit are for RUN alone: clips are measured whole, at noise of 10 to 50")
+    out = options.out or "clips.html"
+    if not out.lower().endswith((".html", ".htm")):
+        raise InputError(f"--out must be the page to write, a .html file, got {out}")
     from cdt_fast.video import comparison
     from cdt_fast.video.denoising import open_denoiser
 
     command = shlex.join(["cdt-fast", "evaluate", *filter(None, [options.folder]), "--clips", *options.clips])
     found = comparison.compare_denoisers(*open_denoiser(options.folder)[:2], comparison.read_clips(options.clips))
-    out = options.out or "clips.html"
     print(as_text(comparison.as_table(found)), flush=True)
     comparison.write_report(out, found, command)
     print(f"report: {out}")
@@ -133,6 +135,8 @@ def _evaluate(run: RunFolder, settings: RunSettings, data: Any = None, **given: 
 
 def compare(options: argparse.Namespace) -> None:
     """Set evaluated runs side by side."""
+    if RunFolder(options.out).config.exists():
+        raise InputError(f"--out {options.out}: is a run, whose own report.html would be replaced; give another folder")
     runs = [tasks.open_evaluated(folder) for folder in dict.fromkeys(options.folders)]
     names = [run.folder.name for run in runs]
     if len(set(names)) < len(names):  # folders of one name are called by their paths

@@ -129,7 +129,7 @@ class TrainingSettings(Section):
         "a CPU that has them for video and texts, else fp32",
     )
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "where to compute")
-    seed: Count = setting(0, "seed of data order and noise")
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = setting(0, "seed of data order and noise")
     validate_every: Positive | None = setting(
         None,
         "optimizer steps between validations, each with a checkpoint (as many as see twice the validation's samples, "

@@ -7,6 +7,7 @@ import html
 import re
 import shutil
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,24 @@ def test_compare_refuses_what_is_no_evaluated_run(call: Call, trained: Any, copi
         line = call("compare", trained.plain, copied_run.path).line()
         assert str(copied_run.evaluation) in line
         assert "cdt-fast evaluate" in line
+
+
+def test_compare_does_not_replace_the_report_of_a_run(call: Call, trained: Any) -> None:
+    assert (
+        "is a run, whose own report.html would be replaced"
+        in call("compare", trained.plain, "--out", trained.plain).line()
+    )
+
+
+@pytest.mark.parametrize("name", ["cost$x_$y$^$", "_mine"])
+def test_names_are_drawn_as_they_are(name: str) -> None:
+    figure, (axis,) = report.axes_of()
+    axis.plot([0, 1], label=report.as_drawn(name))
+    report.add_legend(axis)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        report.as_png(figure)
+    assert len(axis.get_legend_handles_labels()[1]) == 1
 
 
 def test_runs_of_one_name_are_told_apart_and_without_matplotlib_there_are_tables(
