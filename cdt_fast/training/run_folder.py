@@ -64,12 +64,13 @@ class RunFolder:
     @contextmanager
     def lock(self) -> Iterator[None]:
         """Keep other processes from training this run until the block, or this process, ends; RunInUse: one does."""
-        # The folder, as an editor puts a new file in the place of config.toml.
+        # The folder, as an editor puts a new file in the place of config.toml; and that, as NFS locks files alone.
         descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            if not try_lock(descriptor):
-                raise RunInUse(f"{self.path}: another process is training this run; wait for it, or stop it first")
-            yield
+            with self.config.open("r+b") as file:
+                if not (try_lock(descriptor) and try_lock(file)):
+                    raise RunInUse(f"{self.path}: another process is training this run; wait for it, or stop it first")
+                yield
         finally:
             os.close(descriptor)
 

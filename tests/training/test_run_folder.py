@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cdt_fast.checks import InputError
-from cdt_fast.files import write_text
+from cdt_fast.files import try_lock, write_text
 from cdt_fast.tasks import open_run
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.video.settings import VideoSettings
@@ -106,6 +106,16 @@ def test_a_run_that_another_process_trains_is_refused_until_that_is_killed(tmp_p
     with run.lock():
         pass
     assert {path: path.read_bytes() for path in run.path.iterdir()} == before
+
+
+def test_a_lock_of_the_settings_alone_counts_as_on_nfs(tmp_path: Path) -> None:
+    run = RunFolder.create(tmp_path / "mine", VideoSettings())
+    with run.config.open("r+b") as file:
+        assert try_lock(file)
+        with pytest.raises(InputError, match="another process is training this run"), run.lock():
+            pass
+    with run.lock():
+        pass
 
 
 def test_of_runs_that_are_made_in_one_folder_at_once_one_is_whole(tmp_path: Path) -> None:
