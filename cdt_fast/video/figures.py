@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from cdt_fast.files import replaced_atomically
@@ -89,10 +90,12 @@ def _early_exit(runs: Sequence[EvaluatedRun]) -> Any:
 
 
 def draw_depths(runs: Sequence[EvaluatedRun]) -> Any:
-    """Draw a held-out frame at every depth of every run; None where what `keep_frames` kept is missing."""
-    if not all(run.folder.frames.exists() for run in runs):
+    """Draw a held-out frame at every depth of every run; None where what `keep_frames` kept is missing
+    or cut short."""
+    try:
+        kept = [load_file(run.folder.frames)["shown"] for run in runs]
+    except (KeyError, OSError, SafetensorError):
         return None
-    kept = [load_file(run.folder.frames)["shown"] for run in runs]
     clean = kept[0][0]
     layers = max(run.evaluation.layers for run in runs)
     figure, axes = grid(len(runs), layers + 3, 1.6, 2.4)
@@ -150,4 +153,5 @@ def keep_frames(path: Path, model: Denoiser, data: VideoData, settings: VideoSet
     noisy = clean + deviation * noise
     shown = torch.cat([clean, noisy, *reconstructed(model, settings, noisy, deviation)])
     with replaced_atomically(path) as temporary:
-        save_file({"shown": shown[:, clean.shape[1] // 2].float().cpu().contiguous()}, temporary)
+        # Not by `save_file`, whose files no other user can read.
+        temporary.write_bytes(save({"shown": shown[:, clean.shape[1] // 2].float().cpu().contiguous()}))

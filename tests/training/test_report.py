@@ -80,6 +80,13 @@ def test_compare_refuses_what_is_no_evaluated_run(call: Call, trained: Any, copi
         assert "cdt-fast evaluate" in line
 
 
+def test_a_report_has_no_picture_of_frames_that_are_cut_short(copied_run: Any) -> None:
+    run = open_evaluated(copied_run.path)
+    assert figures.draw_depths([run]) is not None
+    copied_run.frames.write_bytes(copied_run.frames.read_bytes()[:100])
+    assert figures.draw_depths([run]) is None
+
+
 def test_compare_does_not_replace_the_report_of_a_run(call: Call, trained: Any) -> None:
     assert (
         "is a run, whose own report.html would be replaced"

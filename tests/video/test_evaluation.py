@@ -55,6 +55,7 @@ def test_the_frames_that_a_report_shows_have_detail_and_are_what_is_measured(tmp
     for clip in clips:  # of crops the frames that they were cut from
         windows = Windows([clip], [Part(0, 0, 24)], 8, clip.frames.shape[-1])
         keep_frames(tmp_path / "frames", model, VideoData(windows, windows, windows, 1 / 255, "", {}), config)
+        assert (tmp_path / "frames").stat().st_mode == (tmp_path / "clip.npy").stat().st_mode
         clean, noisy, _, denoised = load_file(tmp_path / "frames")["shown"]
         torch.testing.assert_close(clean, torch.from_numpy(detailed[4]) / 255)
         assert (noisy - clean).std() == pytest.approx(0.1, rel=0.1)
