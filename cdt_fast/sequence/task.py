@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -103,9 +102,7 @@ def check(settings: SequenceSettings) -> None:
     for name, value in (("SOURCE", settings.data.source), ("--model", settings.model.model)):
         if value is None:
             raise InputError(f"{name} is missing: `cdt-fast train {settings.task} --help` shows an example")
-    gammas = settings.evaluation.gammas
-    if any(first >= second for first, second in pairwise(gammas)):
-        raise InputError(f"[evaluation] gammas must be ascending noise levels, got {gammas}")
+    settings.check_noise()
 
 
 def described(settings: SequenceSettings, data: Splits, subject: str, dropped: str) -> str:

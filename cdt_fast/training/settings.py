@@ -9,6 +9,7 @@ import re
 import types
 import typing
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import tomli_w
@@ -59,7 +60,10 @@ class Section(BaseModel):
             pairs = [word.partition("=") for word in words]
             if not all(equals for _, equals, _ in pairs):
                 raise ValueError("must be values by depth, as in 12=1.01x,3=0.9")
-            return {depth.strip(): _number_or_word(bound) for depth, _, bound in pairs}
+            bounds = {depth.strip().lstrip("0") or "0": _number_or_word(bound) for depth, _, bound in pairs}
+            if len(bounds) < len(pairs):
+                raise ValueError("must name a depth once")
+            return bounds
         numbers = all(isinstance(_number_or_word(word), float) for word in words)
         return words if list in kinds and numbers and (len(words) > 1 or not kinds & {int, float}) else value
 
@@ -206,6 +210,9 @@ class RunSettings(BaseModel):
 
     def check_noise(self) -> None:
         """Refuse noise levels that make no sense in their unit, or that the network cannot train at."""
+        gammas = self.evaluation.gammas
+        if any(first >= second for first, second in pairwise(gammas)):
+            raise InputError(f"[evaluation] gammas must be ascending noise levels, got {gammas}")
 
     def needs(self) -> list[tuple[bool, str, str]]:
         """List what settings need to have an effect: whether it holds, what it is, and the names of the settings."""
@@ -276,6 +283,9 @@ class RunSettings(BaseModel):
                 if not isinstance(values, dict):
                     raise InputError(f"unknown key '{section}' outside of a section")
                 settings.update(section, values)
+            whole = all(vars(getattr(settings, name)).keys() <= {*sections.get(name, ())} for name in SECTIONS)
+            if whole and preset not in (None, in_file):
+                raise InputError(f"sets all settings, as a run's does, and --preset {preset} then none; leave one out")
         except InputError as error:
             raise InputError(f"{file}: {error}") from None
         for section, values in given.items():

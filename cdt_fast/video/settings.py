@@ -115,6 +115,7 @@ class VideoSettings(shared.RunSettings):
                 raise InputError(f"[data] {length} must be a multiple of {of} ({unit}), got {given}")
 
     def check_noise(self) -> None:
+        super().check_noise()
         frames, other = self.data.frames, "resized" if self.crops else "crops"
         least, most = _MEANT[frames]
         for name, levels in (("[data] gamma", self.noise), ("[evaluation] gammas", self.evaluation.gammas)):

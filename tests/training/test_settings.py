@@ -96,7 +96,9 @@ def test_a_preset_is_what_a_file_and_options_go_before(tmp_path: Path) -> None:
     config = VideoSettings.chosen({}, "paper-dust", path)
     assert (config.preset, config.model.model, config.model.layers) == ("paper-dust", "dust", 3)
     config.save(path)
-    assert VideoSettings.load(path) == VideoSettings.chosen({}, file=path) == config
+    assert VideoSettings.load(path) == VideoSettings.chosen({}, "paper-dust", path) == config
+    with pytest.raises(InputError, match="sets all settings, as a run's does, and --preset safe then none"):
+        VideoSettings.chosen({}, "safe", path)
 
 
 IDLE = "has no effect unless"
@@ -119,6 +121,7 @@ DEPTH_0 = "must not be of depth 0, which is the noisy input where grids overlap:
         ("text", None, {"model": {"model": "x", "width": 3}}, [f"width {IDLE} model is text-ut"]),
         ("text", None, {"training": {"epochs": 3, "steps": 20}}, [f"[training] epochs {IDLE} steps is none"]),
         # Noise that nobody means.
+        ("video", None, {"evaluation": {"gammas": "20,20"}}, ["gammas must be ascending noise levels, got [20.0"]),
         ("video", "paper-dust", {"data": {"gamma": 25}}, ["[data] gamma reaches 25 standard deviations"]),
         ("video", "paper-ut", {"data": {"gamma": "1,50"}}, ["frames crops it counts in gray levels of 0..255"]),
         ("video", None, {"data": {"gamma": 0.15}}, ["[data] gamma reaches 0.15 gray levels of 0..255"]),
@@ -189,6 +192,7 @@ def test_what_others_set_for_runs_of_both_kinds_is_not_refused(tmp_path: Path) -
         ('preset = "paper-text-ut"\n', ["--preset paper-text-ut is of cdt-fast train text"]),
         ("[evaluation]\ngammas = []\n", ["gammas must have at least 1 item after validation"]),
         ("[evaluation]\ngammas = [0.1, inf]\n", ["[evaluation] gammas must be a finite number, got [0.1, inf]"]),
+        ('[constraints]\nbounds = "1=1,01=2"\n', ["[constraints] bounds must name a depth once, got '1=1,01=2'"]),
         ('[constraints]\nbounds = "3:0.9"\n', ["bounds must be values by depth, as in 12=1.01x,3=0.9"]),
         ("[constraints]\ncoefficients = [1.0, 1.0]\n", ["unknown key 'coefficients' in [constraints]"]),
         ("[model\n", ["cannot be read as TOML"]),
