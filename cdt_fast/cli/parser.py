@@ -88,7 +88,7 @@ def build_parser() -> Parser:
     text = "run folder, in place of the network that comes with the package"
     add("--run", dest="run_folder", metavar="RUN", help=text)
     add("--depth", type=int, metavar="K", help="leave after K layers (default: all)")
-    text = "the noise's standard deviation in gray levels of 0..255; auto: estimated from the frames (auto)"
+    text = "standard deviation of the noise, of each color by itself, in gray levels of 0..255; auto: estimated (auto)"
     add("--sigma", type=_level, default="auto", metavar="LEVEL", help=text)
     text = "only frames A up to (not including) B, without sound, for a look, as in 0:50"
     add("--frames", dest="part", type=_part, metavar="A:B", help=text)

@@ -176,7 +176,8 @@ def denoise(
     Args:
         video: a video file, a folder of frames or a .npy file; or frames of these shapes, uint8 or floats in [0, 1].
         run: the run folder of a denoiser; None: the network that comes with the package.
-        sigma: the noise's standard deviation in gray levels of 0..255; None: estimated, window by window.
+        sigma: the noise's standard deviation, of each color by itself, in gray levels of 0..255; None: estimated,
+            window by window.
 
     Raises:
         InputError: the video or the run cannot be read, or `sigma` is not a noise level.
@@ -184,6 +185,8 @@ def denoise(
     model, settings, caution = open_denoiser(run)
     if caution:
         warnings.warn(caution, stacklevel=2)
+    if not isinstance(video, str | os.PathLike | np.ndarray):
+        raise InputError(f"video must be a path or a NumPy array of frames, got a {type(video).__name__}")
     source = FrameArray(Path("video"), video) if isinstance(video, np.ndarray) else open_source(video)
     ranks = set()
 
