@@ -274,7 +274,9 @@ def test_a_matrix_that_is_not_converted_is_refused(tmp_path: Path) -> None:
 
 def test_what_frames_say_beyond_their_pixels_is_said(tmp_path: Path) -> None:
     path = encode(tmp_path / "in.mov", [np.full((8, 8, 4), alpha, np.uint8) for alpha in (255, 255, 9)], "png", "rgba")
-    assert denoised(path, tmp_path / "out.mp4")["notes"] == ["does not come through: transparency"]
+    assert denoised(path, tmp_path / "out.mp4")["notes"] == [
+        "does not come through: half the resolution of its colors, transparency"
+    ]
     path = recorded(tmp_path / "in.mp4", EVEN, options={"x264-params": "frame-packing=3"})
     assert denoised(path, tmp_path / "stereo.mp4")["notes"] == ["does not come through: stereo3d"]
     path = one_color(tmp_path / "deep.mp4", SD, "libx264", "yuv420p10le", 5, False)

@@ -65,7 +65,8 @@ def test_the_output_plays_like_the_input(
     assert written.shape == frames.shape
     assert written_rate == rate
     size = {"frames": count, "width": width, "height": height}
-    assert told == {**size, "frame_rate": float(rate), "depth": 1, "layers": 1, "sigma": None, "notes": []}
+    notes = [] if height % 2 or width % 2 else ["does not come through: half the resolution of its colors"]
+    assert told == {**size, "frame_rate": float(rate), "depth": 1, "layers": 1, "sigma": None, "notes": notes}
     # x264 loses little, and halves the resolution of color where the sides are even.
     error = (written.astype(float).mean(-1) - frames.astype(float).mean(-1)) ** 2
     assert np.sqrt(error.mean((1, 2))).max() < 6
@@ -125,6 +126,11 @@ def test_a_new_network_learns_faster(model: dict[str, Any], training: dict[str, 
     workload = build(settings, load(settings, progress=False), torch.device("cpu"))
     assert workload.lr == expected
     assert workload.description.endswith("the network of the package" if not model else "cosines")
+
+
+def test_what_is_neither_a_path_nor_an_array_is_refused() -> None:
+    with pytest.raises(InputError, match="video must be a path or a NumPy array of frames, got a Tensor"):
+        cdt_fast.denoise(torch.zeros(4, 16, 16))  # pyright: ignore[reportArgumentType]
 
 
 def test_frames_in_memory_are_denoised_as_those_of_a_file(tmp_path: Path) -> None:

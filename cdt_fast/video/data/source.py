@@ -62,11 +62,13 @@ class Excerpt(FrameSource):
 
     def _read(self) -> Iterator[tuple[str, np.ndarray]]:
         self.times = []
-        for number, frame in enumerate(islice(self._clip.frames(), self._start, self._stop), self._start):
+        frames = self._clip.frames()
+        for number, frame in enumerate(islice(frames, self._start, self._stop), self._start):
             self.times += self._clip.times[-1:]
             self.lasting = self._clip.lasting
             self.tags, self.lost = self._clip.tags, self._clip.lost
             yield f"frame {number}", frame
+        del frames  # which ends its reading, and completes the notes
         self.notes = self._clip.notes
 
 

@@ -80,6 +80,7 @@ class VideoFile(FrameSource):
         self._jumped = Fraction(0)  # seconds that later times lie further on, after the clock started anew
         interlaced = damaged_packets = damaged_frames = others_end = 0
         due: list[Fraction] = []  # times of the packets that are to be shown
+        missing: list[str] = []
         with self.opened() as container:
             stream = self.stream(container)
             stream.thread_type = "AUTO"
@@ -104,18 +105,19 @@ class VideoFile(FrameSource):
                         self.times.append(self._time(frame, stream))
                         self.lasting = (frame.duration or 0) * stream.time_base
                         yield f"frame {len(self.times) - 1}", self._shown(frame, stream)
+                missing += self._missing(container, stream, due, others_end) if len(self.times) > 1 else []
             except av.error.FFmpegError as error:
                 raise InputError(
                     f"{self.path}: the video is damaged or cut short: decoding fails after {len(self.times)} frames "
                     f"({error.strerror}); copy or download it again"
                 ) from error
-            count, marked = len(self.times), max(damaged_packets, damaged_frames)
-            signs = [f"the decoder marks {marked} of {count} frames as damaged"] if marked else []
-            signs += self._missing(container, stream, due, others_end) if count > 1 else []
-        self.notes = [f"{self.path}: may be damaged or cut short: {sign}" for sign in signs]
-        if interlaced:
-            where = f"{self.path}: is interlaced in {interlaced} of {count} frames"
-            self.notes.append(f"{where}: deinterlace it first, as with ffmpeg -vf bwdif")
+            finally:  # an excerpt may end before the file does
+                count, marked = len(self.times), max(damaged_packets, damaged_frames)
+                signs = [f"the decoder marks {marked} of {count} frames as damaged"] if marked else []
+                self.notes = [f"{self.path}: may be damaged or cut short: {sign}" for sign in signs + missing]
+                if interlaced:
+                    where = f"{self.path}: is interlaced in {interlaced} of {count} frames"
+                    self.notes.append(f"{where}: deinterlace it first, as with ffmpeg -vf bwdif")
 
     def _time(self, frame: Any, stream: Any) -> Fraction:
         stamp, last = frame.dts if frame.pts is None else frame.pts, self.times[-1:]
@@ -172,6 +174,9 @@ class VideoFile(FrameSource):
         bits = max(component.bits for component in components)
         if bits > 8:
             self.lost[f"{bits} bits a color (8 are written{_HDR.get(frame.color_trc, '')})"] = None
+        halved = (pixels.chroma_width(2), pixels.chroma_height(2)) == (1, 1)  # as even sides are written
+        if (len(components) > 2 or pixels.has_palette) and not (halved or frame.width % 2 or frame.height % 2):
+            self.lost["half the resolution of its colors"] = None
         transparent = pixels.has_palette or any(component.is_alpha for component in components)
         gray = pixels.name.startswith("gray")
         form = "gray" if gray else "rgba" if transparent else "rgb24"

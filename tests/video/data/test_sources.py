@@ -311,6 +311,9 @@ def test_interlaced_video_is_noted(tmp_path, count):
     assert len(list(excerpt.frames())) == 5 + count
     assert excerpt.notes[-1] == note
     assert count or len(source.notes) == 1
+    excerpt = Excerpt(source, 1, 3)
+    assert len(list(excerpt.frames())) == 2
+    assert excerpt.notes == [f"{path}: is interlaced in 3 of 3 frames: deinterlace it first, as with ffmpeg -vf bwdif"]
 
 
 def cover_box() -> bytes:
