@@ -170,8 +170,8 @@ class DescentConstraints(nn.Module):
 
     @property
     def needs_warmup(self) -> bool:
-        """Return whether a bound is a factor of the losses of the warm-up."""
-        return self.bounds is not None and self.bounds.average is not None
+        """Return whether a bound is a factor of the losses of a warm-up yet to come; it waits for the device."""
+        return self.bounds is not None and self.bounds.average is not None and not self.bounds.average.count
 
     @property
     def device(self) -> torch.device:

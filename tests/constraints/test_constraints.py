@@ -129,6 +129,7 @@ def test_a_factor_is_of_what_the_warm_up_came_to() -> None:
         constraints.step(update=False)
         constraints.record(torch.tensor([math.nan, 1.0], dtype=torch.float64), 1)  # not finite: not counted
         constraints.step(update=False)
+    assert not constraints.needs_warmup
     average = sum(losses[-10:]) / 10
     feed(constraints, [9.0, 5.0], [9.0, 3.0])
     assert constraints.bound_multipliers is not None

@@ -196,6 +196,9 @@ def test_bounds_are_on_depths_and_are_logged(tmp_path: Path) -> None:
         trainer_for(tmp_path, {"bounds": {1: 0.5}}, taps=[0, 2])
     with pytest.raises(InputError, match="unconstrained_steps must be at least 1, as bounds holds a factor"):
         trainer_for(tmp_path, {"bounds": {2: "0.5x"}})
+    continued = trainer_for(tmp_path, {"bounds": {2: "0.5x"}}, unconstrained_steps=1)
+    continued.train()
+    assert trainer_for(tmp_path, continued.constraints).constraints is continued.constraints
 
 
 def test_a_step_without_labels_is_left_out_and_a_log_without_any_is_refused(tmp_path: Path) -> None:
