@@ -23,11 +23,11 @@ except ImportError:  # so that the class can be imported; its constructor says w
 class DescentCallback(_Callback):
     """Descent constraints for a transformers model inside of a LightningModule.
 
-    The training step returns the loss of that model, called with `labels`; a loss that it is no part of is refused. The
-    model's loss is the Lagrangian of `with_descent`, over all micro-batches of an optimizer step and all ranks, however
-    unequal their numbers of items. As the whole number is not known before the last micro-batch, a loss is divided by
-    the items of a micro-batch of the previous step, and one factor corrects the gradients just before they are clipped
-    and the optimizer steps. Other terms of the loss are scaled by that factor too, which is near 1.
+    The training step returns the loss of that model, called with `labels=`; one without it, or with several, is
+    refused. The model's loss is the Lagrangian of `with_descent`, over all micro-batches of an optimizer step and all
+    ranks, however unequal their numbers of items. As the whole number is not known before the last micro-batch, a loss
+    is divided by the items of a micro-batch of the previous step, and one factor corrects the gradients just before
+    they are clipped and the optimizer steps. Other terms of the loss are scaled by that factor too, which is near 1.
 
     Multipliers and slacks move as there (and not in a step whose training steps all return None), and the same entries
     are logged every `log_every_n_steps`. In validation the model's output has the loss of its last layer, and
@@ -62,9 +62,9 @@ class DescentCallback(_Callback):
         self._saved: Mapping[str, Any] | None = None
         self._logged: LossSums | None = None
         self._items: Tensor | None = None  # what a micro-batch is divided by: items of the previous step, a micro-batch
-        # Losses and counts of the micro-batches whose gradients wait for the optimizer, and whether any gradient waits.
+        # Losses and counts of the micro-batches whose gradients wait for the optimizer, and how many gradients wait.
         self._pending: list[tuple[Tensor, Tensor]] = []
-        self._any_backward = False
+        self._backwards = 0
 
     @property
     def constraints(self) -> DescentConstraints:
@@ -123,11 +123,13 @@ class DescentCallback(_Callback):
         self._layer_losses = None
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.layer_losses.weights = self.constraints.weights() if module.training else None
+        # Not `module.training`: pretrained models come in evaluation mode, in which Lightning trains them.
+        training = torch.is_grad_enabled()
+        self.layer_losses.weights = self.constraints.weights() if training else None
         if kwargs.get("labels") is None and kwargs.get("shift_labels") is None:
             return args, kwargs
         items = items_in(self.layer_losses, kwargs)
-        if not module.training:
+        if not training:
             return args, {**kwargs, "num_items_in_batch": items.clamp(min=1)}
         if self._items is None:
             self._items = mean_over_ranks(items.to(self.constraints.device))
@@ -135,18 +137,18 @@ class DescentCallback(_Callback):
 
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self.layer_losses.weights = None
-        if module.training and "layer_losses" in output and output["loss"].requires_grad:
+        if "layer_losses" in output and output["loss"].requires_grad:
             losses = measured(output, self.constraints)
             # In the backward: a training step may look at a loss, and return None.
             output["loss"].register_hook(lambda gradient: self._pending.append(losses))
 
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
-        self._any_backward = True
+        self._backwards += 1
 
     def on_before_zero_grad(self, *_: Any) -> None:
         # Between the first forward of a step and its backward. An epoch that a hook ends leaves gradients behind.
         self._pending.clear()
-        self._any_backward = False
+        self._backwards = 0
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         # Not at the end of an epoch: a checkpoint may have been saved before that, after the last validation.
@@ -156,21 +158,22 @@ class DescentCallback(_Callback):
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         # The only hook between the last backward of an optimizer step and the clipping of its gradients, which AMP has
         # unscaled by now.
-        if not self._pending:
-            if self._any_backward:
-                raise InputError(
-                    f"training_step must return the loss of {self._model_name!r}, called with labels (its output.loss, "
-                    "also times a factor or plus other terms): no gradient of this step comes from it"
-                )
+        if not self._backwards:
             return  # every training step returned None
-        assert self._items is not None
+        if self._items is None or not 0 < len(self._pending) <= self._backwards:
+            raise InputError(
+                f"training_step must return one loss of {self._model_name!r}, called with labels= (its output.loss, "
+                f"also times a factor or plus other terms): for this optimizer step it returned {self._backwards}, in "
+                f"which there are {len(self._pending)} of the model"
+            )
         # Each micro-batch was divided by `items` and by their number, and the ranks were averaged.
         parts = trainer.accumulate_grad_batches * trainer.world_size
-        total = sum_over_ranks(torch.stack([count for _, count in self._pending]).sum()).clamp(min=1)
+        counts = torch.stack([count for _, count in self._pending])
+        total, forwards = sum_over_ranks(torch.stack([counts, torch.ones_like(counts)]).sum(1)).clamp(min=1)
         for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
             if parameter.grad is not None:
                 parameter.grad.mul_((parts * self._items / total).to(parameter.grad.dtype))
-        self._items = total / parts
+        self._items = total / forwards  # where an epoch ends inside of a step there are fewer than `parts`
 
     def _after_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any, *_: Any) -> None:
         # Not called where a gradient scaler skips the step, but of a fused optimizer, which it tells to skip by itself.

@@ -55,6 +55,32 @@ class BesideTheModel(Module):
         return next(self.parameters()).square().mean()
 
 
+class Twice(Module):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) + super().training_step(batch, batch_idx)
+
+
+class ByPosition(Module):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.model(batch["input_ids"], None, None, None, None, batch["labels"]).loss
+
+
+class Added(Module):
+    """Trains on one row, with a term beside the model's loss whose gradient is 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.added, self.gradients = torch.nn.Parameter(torch.zeros(())), list[float]()
+        self.model.eval()  # as `from_pretrained` returns it
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(stacked(rows(1)), batch_idx) + self.added
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        assert self.added.grad is not None
+        self.gradients.append(self.added.grad.item())
+
+
 class History(lightning.Callback):
     def __init__(self, descent: Any) -> None:
         self.descent = descent
@@ -185,6 +211,12 @@ def test_validation_is_plain(tmp_path: Path) -> None:
     assert float(trainer.callback_metrics["val_loss"]) == pytest.approx(float(plain), abs=1e-5)
 
 
+def test_steps_of_fewer_micro_batches_leave_other_terms_as_they_are(tmp_path: Path) -> None:
+    module = Added()
+    fit(tmp_path, DescentCallback(ASCENT), module, epochs=3)
+    assert module.gradients == pytest.approx([1.0] * 9)
+
+
 def test_a_forward_past_the_callback_has_the_models_own_loss(tmp_path: Path) -> None:
     batch, found = stacked(rows(3)), []
 
@@ -222,8 +254,14 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         (DescentCallback(ASCENT, model="network"), Module(), r"model must name.*\['model'\]"),
         (DescentCallback(DescentConstraints(7)), Module(), "layers = 7; expected 2"),
         (DescentCallback(ASCENT), manual, "automatic"),
-        (DescentCallback(ASCENT), OwnLoss(), "with labels"),
-        (DescentCallback(ASCENT), BesideTheModel(), "training_step must return the loss of 'model'"),
+        (
+            DescentCallback(ASCENT),
+            OwnLoss(),
+            "for this optimizer step it returned 1, in which there are 0",
+        ),
+        (DescentCallback(ASCENT), BesideTheModel(), "training_step must return one loss of 'model'"),
+        (DescentCallback(ASCENT), Twice(), "it returned 1, in which there are 2 of the model"),
+        (DescentCallback(ASCENT), ByPosition(), "called with labels="),
     ):
         with pytest.raises(InputError, match=message):
             fit(tmp_path, descent, module, accumulate_grad_batches=1)
