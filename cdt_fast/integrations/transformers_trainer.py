@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -106,6 +107,8 @@ class _DescentTrainer(Trainer):
         parallelism: Any = getattr(self.accelerator, "parallelism_config", None)
         split = any(getattr(parallelism, name, False) for name in ("cp_enabled", "sp_enabled"))
         loss_type = getattr(args, "loss_type", "nll")  # some versions of TRL set compute_loss_func for it
+        # Of a metric whose name does not end in "loss" transformers takes the greatest.
+        greatest = args.greater_is_better and re.search("layer_loss_|violation_", args.metric_for_best_model)
         problems = (
             (args.label_smoothing_factor, "label_smoothing_factor", "a loss of its own: set it to 0"),
             ("nll" not in loss_type, "loss_type", "a loss of its own: use 'nll'"),
@@ -115,6 +118,7 @@ class _DescentTrainer(Trainer):
             (args.n_gpu > 1, "n_gpu", "DataParallel: start with torchrun or accelerate launch"),
             (self.is_deepspeed_enabled, "deepspeed", "DeepSpeed: use DDP or FSDP2"),
             (split, "parallelism_config", "sequences split over devices: use whole ones"),
+            (greatest, "greater_is_better", f"the greatest {args.metric_for_best_model}: set it to False"),
         )
         for given, name, problem in problems:
             if given:
@@ -122,6 +126,9 @@ class _DescentTrainer(Trainer):
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         samples, _ = super().get_batch_samples(*args, **kwargs)
+        if self._pending:  # data without a length ended inside of a step, whose gradients wait
+            model: Any = self.model
+            model.zero_grad()
         self._items, self._pending = None, []
         if samples:
             items = torch.stack([items_in(self.layer_losses, batch).to(self.args.device) for batch in samples]).sum()
@@ -203,11 +210,16 @@ def _stepper(trainer: _DescentTrainer) -> TrainerCallback:
     from transformers import TrainerCallback
 
     class DescentStepper(TrainerCallback):
+        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+            # Without the losses of a training before this one.
+            trainer._logged = LossSums(trainer.constraints, trainer.layer_losses.taps)
+
         def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
             if not trainer.accelerator.optimizer_step_was_skipped:  # where a gradient scaler found an infinity
                 for losses, count in trainer._pending:
                     trainer.constraints.record(losses, count)
                 trainer.constraints.step(update=trainer.state.global_step >= trainer._unconstrained_steps)
+            trainer._pending = []
 
         def on_epoch_end(self, *args: Any, **kwargs: Any) -> None:
             trainer.constraints.epoch_end()

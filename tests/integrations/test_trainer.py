@@ -201,6 +201,39 @@ def test_bounds_are_on_depths_and_are_logged(tmp_path: Path) -> None:
     assert trainer_for(tmp_path, continued.constraints).constraints is continued.constraints
 
 
+def test_a_metric_of_depths_is_to_be_the_least(tmp_path: Path) -> None:
+    for name in ("layer_loss_1", "eval_violation_2"):
+        with pytest.raises(InputError, match=f"greater_is_better, which asks for the greatest {name}: set it to False"):
+            trainer_for(tmp_path, metric_for_best_model=name)
+        trainer_for(tmp_path, metric_for_best_model=name, greater_is_better=False)
+
+
+def test_what_an_earlier_training_left_is_in_no_log(tmp_path: Path) -> None:
+    trainer = trainer_for(tmp_path, {"rate": None, "reference": None}, max_steps=5, logging_steps=3)
+    trainer.train()
+    model = language_model()
+    model.load_state_dict(trainer.model.state_dict())
+    trainer.train()
+    fresh = trainer_for(tmp_path, trainer.constraints, model=model, max_steps=5, logging_steps=3)
+    fresh.train()
+    assert torch.equal(logged(trainer, "layer_loss"), logged(fresh, "layer_loss"))
+
+
+class Endless(torch.utils.data.IterableDataset[Any]):
+    """Rows without a number of them."""
+
+    def __iter__(self) -> Any:
+        return iter(rows(5))
+
+
+def test_a_step_that_data_without_a_length_end_in_is_left_out(tmp_path: Path) -> None:
+    trainer = trainer_for(tmp_path, train_dataset=Endless())
+    trainer.train()
+    multipliers, _, weights = expected_run([[0, 1], [2, 3]] * 3)
+    torch.testing.assert_close(trainer.constraints.multipliers, multipliers[-1], rtol=0, atol=1e-6)
+    assert_same_weights(trainer.model, weights)
+
+
 def test_a_step_without_labels_is_left_out_and_a_log_without_any_is_refused(tmp_path: Path) -> None:
     data = rows(4)
     for row in data[2:]:
