@@ -121,6 +121,8 @@ class DepthReader:
                 replayed = functools.partial(_with_state, layout, outputs[0], state, pooled)
                 with replaced_forward(layout.base, lambda *args, replayed=replayed, **kwargs: replayed()):
                     rows.append(run().logits)
+        if not autocast:
+            raise unsupported(layout.model, "its head did not run")
         return output, self._in_head(form, [*rows, output.logits], autocast[0])
 
     def _inner_states(self, states: dict[int, Tensor]) -> list[Tensor]:
