@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from cdt_fast import ops
 from cdt_fast.checks import InputError, check_integer
-from cdt_fast.models.layer_losses.layout import in_use, weight_and_bias
-from cdt_fast.models.layer_losses.wrapping import replaced_forward
 from cdt_fast.models.pretrained import PretrainedModel
 from cdt_fast.ops import common
 
@@ -120,6 +118,10 @@ class TextUT(PretrainedModel):
         InputError: as `forward`; `labels` or `depth_weights` have a wrong shape or dtype; on the CPU a label outside
         the classes; the head has an adapter, or a forward of its own.
         """
+        # These bring torch's compiler, seconds that denoising a video need not wait for.
+        from cdt_fast.models.layer_losses.layout import in_use, weight_and_bias
+        from cdt_fast.models.layer_losses.wrapping import replaced_forward
+
         states = [states() for states in self._depths(tokens, self.layers, lengths)]
         if not isinstance(labels, Tensor) or labels.dtype != torch.int64:
             raise InputError(f"labels must be an int64 tensor with one class a text, got {common.describe(labels)}")

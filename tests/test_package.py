@@ -93,6 +93,11 @@ def test_import_loads_nothing_heavy() -> None:
     assert result.stdout.strip() == "[]", result.stdout + result.stderr
 
 
+def test_models_load_no_compiler() -> None:
+    result = python("import cdt_fast.models, sys; print({'torch._dynamo', 'triton'} & sys.modules.keys())")
+    assert result.stdout.strip() == "set()", result.stdout + result.stderr
+
+
 def test_the_help_of_the_command_line_does_not_wait_for_torch() -> None:
     for words in (["--help"], ["train", "text", "--help"], ["bench", "--help"], ["train", "video", "--steps", "ten"]):
         result = python(
