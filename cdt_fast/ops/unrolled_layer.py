@@ -29,7 +29,7 @@ class UnrolledLayer(NamedTuple):
 
     codes: Tensor  # H⁺, [..., T, m]
     projection: Tensor  # Z⁺, [..., T, k]
-    error: Tensor | None  # [], the squared error of Z⁺; None without a target
+    error: Any  # a Tensor [], the squared error of Z⁺; None without a target
 
 
 class _Layer(NamedTuple):
