@@ -510,7 +510,7 @@ def check_tensor(name: str, value: Any, rank: int, layout: str, shape: Shape | N
     dense = isinstance(value, Tensor) and value.layout == torch.strided
     if hasattr(value, "device_mesh"):  # without an import of the classes of torch.distributed
         raise InputError(f"{name} is a DTensor: give its full_tensor(), or its to_local() where a rank's part is meant")
-    if not dense or not value.is_floating_point() or value.dim() < rank:
+    if not dense or value.dtype not in (torch.float64, *KERNEL_DTYPES) or value.dim() < rank:
         raise InputError(f"{name} must be a dense floating-point tensor {layout}, got {describe(value)}")
     if shape is not None:
         check_shape(name, value, shape, meaning)
@@ -594,7 +594,7 @@ def weights_of_depths(depth_weights: Weights, depths: int, name: str = "depth_we
     try:
         # Numbers in float64: `as_tensor` would round a list of them to float32.
         dtype = depth_weights.dtype if isinstance(depth_weights, Tensor) else torch.float64
-        weights = torch.as_tensor(depth_weights, dtype=dtype)
+        weights = torch.as_tensor(depth_weights, dtype=dtype, device=getattr(depth_weights, "device", "cpu"))
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise InputError(f"{name} must be {depths} numbers, got {describe(depth_weights)}") from error
     check_shape(name, weights, (depths,), "one weight for each depth")

@@ -678,7 +678,7 @@ def _forward(
     number, rows = _select_rows(depths, weight, targets, class_weights, options)
     head, matrices = _Head(weight, bias, options), [common.rows_of(depth) for depth in hidden]
     losses = torch.empty(rows[-1].stop, dtype=wide, device=device)
-    weights = torch.ones(depths, dtype=wide) if depth_weights is None else depth_weights
+    weights = torch.ones(depths, dtype=wide, device="cpu") if depth_weights is None else depth_weights
     on = [options.fused and not zero for zero in common.zero_weight_mask(weights)]
     weights = common.on_device(weights, device, wide)
     scales = _times_factors(weights, rows)

@@ -19,7 +19,7 @@ def soft_threshold(x: Tensor, threshold: float | Tensor) -> Tensor:
         A tensor of the shape and dtype of `x`. NaN stays NaN. The gradient is 1 where |x| > θ and 0 elsewhere, but 1
         everywhere for θ = 0, where S_θ is the identity.
 
-    InputError: `x` is not floating point, or `threshold` is negative, not finite or does not broadcast.
+    InputError: `x` is not floating point, or `threshold` is negative, not finite, does not broadcast or is elsewhere.
     """
     common.check_tensor("x", x, 0, "of any shape")
     if not isinstance(threshold, Tensor):
@@ -32,7 +32,10 @@ def soft_threshold(x: Tensor, threshold: float | Tensor) -> Tensor:
         for size, expected in zip(threshold.shape, x.shape[x.dim() - threshold.dim() :], strict=True)
     ):
         raise InputError(f"threshold must broadcast against x {tuple(x.shape)}, got {tuple(threshold.shape)}")
-    return soft_threshold_reference(x, threshold.to(x.dtype))
+    threshold = threshold.to(x.dtype)
+    if threshold.dim():  # a number may be on the CPU
+        common.check_together(x=x, threshold=threshold)
+    return soft_threshold_reference(x, threshold)
 
 
 def soft_threshold_reference(x: Tensor, threshold: float | Tensor) -> Tensor:

@@ -65,6 +65,18 @@ def test_weights_of_any_kind_and_depths_that_they_switch_off(op: str, kind: str)
 
 
 @BOTH
+@pytest.mark.parametrize("numbers", [None, [0.3, 0.0, -1.5]])
+def test_torchs_default_device_is_not_that_of_the_tensors(op: str, numbers: Any) -> None:
+    case = build(op, depth_weights=numbers)
+    leaves = leaves_of(case)
+    with torch.device("meta"):
+        total, _ = call(case, leaves)
+        total.backward()
+    assert total.isfinite()
+    assert (leaves["h1"].grad is None) == (numbers is not None)
+
+
+@BOTH
 def test_weights_that_are_all_zero_leave_a_total_of_zero_and_no_graph_of_the_depths(op: str) -> None:
     case = build(op, depth_weights=[0.0] * 3)
     total, losses = call(case, {name: tensor.requires_grad_(name in DEPTHS) for name, tensor in case.tensors.items()})

@@ -54,6 +54,7 @@ BAD: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"threshold": "0.1"}, rf"threshold {NUMBER} >= 0, got '0.1' \(str\)"),
         ({"threshold": ZEROS(2)}, r"threshold must broadcast against x \(3,\), got \(2,\)"),
         ({"threshold": ZEROS(3, 3)}, r"threshold must broadcast against x \(3,\), got \(3, 3\)"),
+        ({"threshold": torch.zeros(3, device="meta")}, "threshold is on meta but x is on cpu"),
         ({"threshold": torch.tensor(1)}, r"threshold must be a dense .* tensor or a number, got \(\) int64"),
     ],
     "lista_step": [
@@ -175,6 +176,7 @@ for op, names in TENSORS.items():
         good = GOOD[op].get(name, ZEROS(SHAPES.get(name, ())))
         dense = f"{name} must be a dense floating-point tensor .* got "
         BAD[op] += [({name: "Z"}, rf"{dense}'Z' \(str\)"), ({name: good.long()}, rf"{dense}.*int64")]
+        BAD[op].append(({name: good.to(torch.float8_e4m3fn)}, rf"{dense}.*float8_e4m3fn"))
         if number and name != "target":  # a target has any dtype
             BAD[op].append(({name: good.double()}, rf"{name} is torch.float64 but .* is torch.float32"))
         if number:
