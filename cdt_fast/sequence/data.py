@@ -235,10 +235,10 @@ def _text(row: Row, column: str, advice: str = "") -> str:
 def read_table(path: Path, settings: TextDataSettings) -> TextData:
     """Read texts and classes from the columns of a file: those of the settings, else MNLI's, else text and label."""
     rows = read_rows(path)
-    named = settings.text_column or "text", settings.label_column or "label", settings.second_column
-    if named == ("text", "label", None) and all(column in rows[0][1] for column in _NLI_COLUMNS):
+    named = settings.text_column, settings.label_column, settings.second_column
+    if not any(named) and all(column in rows[0][1] for column in _NLI_COLUMNS):
         return _labeled(path, rows, _NLI_COLUMNS).with_names(NLI_LABELS)
-    return _labeled(path, rows, named)
+    return _labeled(path, rows, (named[0] or "text", named[1] or "label", named[2]))
 
 
 def read_imdb(folder: Path) -> TextData:
@@ -333,6 +333,8 @@ def _parts_of(source: Path, data: TextDataSettings) -> list[Any]:
     if not source.exists():
         raise InputError(f"{source}: no such file or folder")
     if (source / "train" / "pos").is_dir():
+        if data.text_column or data.label_column or data.second_column:
+            raise InputError(f"{source}: is IMDb's folder, which has no columns: leave out the options that name one")
         return [read_imdb(source / "train"), None, read_imdb(source / "test")]
     parts: list[TextData | None] = []
     for names in _PARTS:

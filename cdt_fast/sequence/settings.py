@@ -25,7 +25,7 @@ class TextDataSettings(Section):
     label_column: str | None = setting(None, "column of the class (default: as above, else label)")
     validation: float = setting(0.1, "share of the training texts for the choice of the model, if no file has it")
     test: float = setting(0.1, "share of the texts for the evaluation, if no file has it")
-    max_tokens: Annotated[int, Field(ge=3)] = setting(256, "longer texts are cut")
+    max_tokens: Annotated[Positive, Field(ge=3)] = setting(256, "longer texts are cut")
 
 
 class TextModelSettings(Section):
@@ -62,7 +62,7 @@ class LanguageDataSettings(Section):
     gamma: NonNegative = setting(0.0, _GAMMA)
     validation: float = setting(0.05, "share of the instructions for the choice of the model")
     test: float = setting(0.05, "share of the instructions for the evaluation")
-    max_tokens: Annotated[int, Field(ge=2)] = setting(512, "longer sequences (prompt and answer) are cut")
+    max_tokens: Annotated[Positive, Field(ge=2)] = setting(512, "longer sequences (prompt and answer) are cut")
 
 
 class LanguageModelSettings(Section):

@@ -122,6 +122,8 @@ def _build_unrolled(settings: TextModelSettings, train: TextData) -> UnrolledNet
     name, download = settings.embedding, settings.download
     if name is None:
         tokenizer = word_tokenizer([*train.texts, *(train.text_pair or [])], settings.least_count)
+        if len(tokenizer) == len(tokenizer.all_special_ids):
+            raise InputError(f"[model] least_count is {settings.least_count}, and no word is as frequent")
         embedding: Any = (len(tokenizer), settings.width or _WIDTH)
     else:
         tokenizer = load_tokenizer(name, download)

@@ -20,7 +20,7 @@ from cdt_fast.constraints import presets
 from cdt_fast.constraints.presets import DEFAULTS, PAPER_ROWS, options_of
 from cdt_fast.files import read_toml, shown, write_text
 
-Positive = Annotated[int, Field(ge=1)]
+Positive = Annotated[int, Field(ge=1, lt=2**31)]
 Count = Annotated[int, Field(ge=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Sections = Mapping[str, Mapping[str, Any]]  # values by section and name
@@ -218,8 +218,10 @@ class RunSettings(BaseModel):
         """List what settings need to have an effect: whether it holds, what it is, and the names of the settings."""
         chosen = self.constraints
         names = " ".join(name for name in type(chosen).model_fields if name not in ("constrained", "objective"))
+        either = chosen.rate is not None or chosen.reference_mode == "constraint"
         return [
             (chosen.rate is not None, "rate is other than none", "coupling"),
+            (either, "rate is other than none or reference_mode is constraint", "reference margin"),
             (chosen.constrained, "constrained is true", names),
         ]
 

@@ -45,7 +45,7 @@ class VideoModelSettings(Section):
         False, "crops: start from cosines, not from the weights that denoise uses without a run, where these fit"
     )
     pretrained: str | None = setting(None, "vit: folder of a transformers ViT to start from (default: random weights)")
-    width: Annotated[int, Field(ge=2)] = setting(192, "vit: d; heads are 64 wide")
+    width: Annotated[Positive, Field(ge=2)] = setting(192, "vit: d; heads are 64 wide")
 
 
 class VideoTrainingSettings(shared.TrainingSettings):

@@ -107,6 +107,8 @@ BAD = [
     ("text", ["TABLE", "--gammas", "1,0"], ["[evaluation] gammas must be ascending"]),
     ("text", ["TABLE", "--gamma", "0,1"], ["[data] gamma must be a valid number"]),
     ("text", ["TABLE", "--validation", "0.6", "--test", "0.6"], ["must leave a share for training"]),
+    ("text", ["TABLE", "--least-count", "99"], ["least_count is 99, and no word is as frequent"]),
+    ("text", ["TABLE", "--max-tokens", "1" + "0" * 30], ["[data] max_tokens must be less than 2147483648, got '1000"]),
     ("text", ["ONE CLASS"], ["all the training texts are of one class, 'pos'"]),
     ("text", ["TABLE", "--model", "WORDLESS"], ["wordless: holds no tokenizer"]),
     ("text", ["TABLE", "--model", "FOLDER"], ["folder: cannot be loaded as a transformers model"]),

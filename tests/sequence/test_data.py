@@ -68,6 +68,10 @@ def test_mnli_as_glue_lays_it_out(tmp_path: Path) -> None:
     assert data.text_pair == ["He left.", 'Yes "no".']
     assert (data.labels, data.names, data.num_dropped) == ([0, 2], list(NLI_LABELS), 1)
     assert data.with_names(["contradiction", "entailment", "neutral"]).labels == [1, 0]
+    named = read_table(path, TextDataSettings(label_column="genre", text_column="sentence1"))
+    assert (named.names, named.text_pair) == (["fiction", "phone"], None)
+    with pytest.raises(InputError, match="no column 'label'"):
+        read_table(path, TextDataSettings(label_column="label"))
 
 
 def test_imdb_s_tree(tmp_path: Path) -> None:
@@ -89,6 +93,8 @@ def test_imdb_s_tree(tmp_path: Path) -> None:
             read_imdb(tmp_path / "aclImdb" / "test")
     with pytest.raises(InputError, match="validation"):
         read_imdb(tmp_path / "validation")
+    with pytest.raises(InputError, match="aclImdb: is IMDb's folder, which has no columns"):
+        load_texts(TextDataSettings(source=str(tmp_path / "aclImdb"), label_column="label"))
 
 
 ROWS = [{"body": "one, two", "kind": 10}, {"body": 'say "three"\nfour', "kind": 9}, {"body": "é", "kind": 10}]
