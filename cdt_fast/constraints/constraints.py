@@ -90,6 +90,7 @@ class DescentConstraints(nn.Module):
 
     Attributes:
         options: the options, with a rate per layer and the dual rate that is used.
+        depths: what reports call the depths, 0..L; to set where others of a model are read.
 
     InputError: an argument is outside its range.
     """
@@ -116,6 +117,7 @@ class DescentConstraints(nn.Module):
         super().__init__()
         options = DescentOptions(**{field.name: given[field.name] for field in fields(DescentOptions)})
         self.layers = check_integer("layers", layers, 1)
+        self.depths = list(range(self.layers + 1))
         self.objective = Objective(self.layers, options)
         self.descent = Descent(self.layers, options)
         self.bounds = None if bounds is None else ResultBounds(self.layers, bounds)
@@ -258,7 +260,7 @@ class DescentConstraints(nn.Module):
         losses = self._as_losses(losses)
         chained = self.descent.uses_reference.logical_not().tolist()
         existing = int(self.descent.exists.sum()) + (0 if self.bounds is None else int(self.bounds.exists.sum()))
-        return judge(losses, self._violations(losses), chained, self.options.rate, existing)
+        return judge(losses, self._violations(losses), chained, self.options.rate, existing, self.depths)
 
     @torch.no_grad()
     def merit(self, losses: Tensor | Sequence[float], *, priced: bool = True) -> float:

@@ -27,6 +27,7 @@ class FeasibilityReport:
         worst_kind: whether that is a constraint of descent or a bound.
         bound_violation, relative_bound_violation: ℓ_k − b_k, and the same over |b_k|; empty without bounds.
         unjudged: how many constraints are not in force yet: the reference or the warm-up's loss is not known.
+        depths: what the text and `worst_layer` call the depths.
         caveat: which layers miss their rate although all that was judged holds: a bound by the reference can be far
             above the loss of the layer's input.
     """
@@ -42,6 +43,7 @@ class FeasibilityReport:
     bound_violation: list[float | None]
     relative_bound_violation: list[float | None]
     unjudged: int
+    depths: list[int]
     caveat: str
 
     def as_dict(self) -> dict[str, Any]:
@@ -65,7 +67,7 @@ class FeasibilityReport:
         if self.worst_kind == "descent":
             where = tightest = f"layer {depth}" if depth else "depth 0 (the reference)"
             above = self.violation
-        size = f"{above[depth]:.4g} (relative violation {self.worst_violation:.2%})"
+        size = f"{above[self.depths.index(depth)]:.4g} (relative violation {self.worst_violation:.2%})"
         worst = f"the worst: {where} is above its bound by {size}"
         total = len(judged) + self.unjudged
         if not self.feasible:
@@ -79,16 +81,18 @@ class FeasibilityReport:
         return f"Feasible: {held}{self.caveat and f', but {self.caveat}'}; {margin}."
 
 
-def judge(losses: Tensor, groups: list[Violations], chained: list[bool], rates: Any, total: int) -> FeasibilityReport:
+def judge(
+    losses: Tensor, groups: list[Violations], chained: list[bool], rates: Any, total: int, depths: list[int]
+) -> FeasibilityReport:
     """Judge losses `[L+1]` by the constraints of descent and the bounds, if there are any, of which there are `total`,
-    in force or not yet. `chained` are the depths whose constraint is on the ratio to the previous depth."""
+    in force or not yet. `chained` are the positions whose constraint is on the ratio to the previous depth."""
     absolute: dict[Kind, list[float | None]] = {"descent": [], "bound": []}
     relative: dict[Kind, list[float | None]] = {"descent": [], "bound": []}
     entries: list[tuple[float, Kind, int]] = []
     for kind, (violation, scale, active) in zip(absolute, groups, strict=False):
         shares = torch.where(violation == 0, 0.0, violation / scale)  # a bound of zero that is met exactly is 0/0
         rows = zip(violation.tolist(), shares.tolist(), active.tolist(), strict=True)
-        for depth, (number, share, judged) in enumerate(rows):
+        for depth, (number, share, judged) in zip(depths, rows, strict=True):
             absolute[kind].append(number if judged else None)
             relative[kind].append(share if judged else None)
             if judged:
@@ -99,9 +103,11 @@ def judge(losses: Tensor, groups: list[Violations], chained: list[bool], rates: 
     # NaN is worse than any number.
     worst, kind, layer = max(entries, key=lambda one: (math.isnan(one[0]), one[0]), default=(None, "descent", None))
     caveats = [
-        f"layer {layer} multiplies the loss by {value:.5g} (its rate allows {1 - rate:.5g})"
-        for layer, (value, rate) in enumerate(zip(ratio, rates or [math.nan] * len(ratio), strict=True), 1)
-        if feasible and not chained[layer] and value > 1 - rate
+        f"layer {depth} multiplies the loss by {value:.5g} (its rate allows {1 - rate:.5g})"
+        for depth, chain, value, rate in zip(
+            depths[1:], chained[1:], ratio, rates or [math.nan] * len(ratio), strict=True
+        )
+        if feasible and not chain and value > 1 - rate
     ]
     return FeasibilityReport(
         feasible=feasible,
@@ -115,6 +121,7 @@ def judge(losses: Tensor, groups: list[Violations], chained: list[bool], rates: 
         bound_violation=absolute["bound"],
         relative_bound_violation=relative["bound"],
         unjudged=total - len(entries),
+        depths=depths,
         caveat=" and ".join(caveats),
     )
 

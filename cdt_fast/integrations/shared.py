@@ -30,6 +30,7 @@ def constraints_for(
         why = f"losses are read at {len(layer_losses.taps)} depths ({', '.join(map(str, layer_losses.taps))})"
         expected = f"{layer_losses.num_constraints}, as {why}"
         raise InputError(f"constraints has layers = {given.layers}; expected {expected}")
+    given.depths = list(layer_losses.taps)
     if given.needs_warmup and not unconstrained_steps:
         factor = "a factor of the loss at the end of the warm-up"
         raise InputError(f"unconstrained_steps must be at least 1, as bounds holds {factor}, got 0")

@@ -30,6 +30,7 @@ def build_constraints(settings: RunSettings, layers: int, largest_reference: flo
     if largest_reference is not None and isinstance(chosen.reference, float):
         options["reference"] = min(chosen.reference, largest_reference)
     constraints = DescentConstraints(layers, **options)
+    constraints.depths = taps or constraints.depths
     if settings.constrained and not chosen.warmup_epochs and constraints.needs_warmup:
         factor = "a factor of the loss at the end of the warm-up"
         raise InputError(f"[constraints] bounds holds {factor}, but warmup_epochs is 0: give it a warm-up")

@@ -4,6 +4,7 @@ import importlib
 import io
 import os
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -91,9 +92,20 @@ def remarks(runs: Sequence[EvaluatedRun]) -> list[str]:
 
 def descent_table(runs: Sequence[EvaluatedRun]) -> Table:
     """Return the held-out loss of depth 0 and L, the ratio of each layer, the worst, and the ratios of samples."""
-    layers = max(run.evaluation.layers for run in runs)
-    ratios = [f"ℓ_{n}/ℓ_{n - 1}" for n in range(1, layers + 1)]
-    rows = [["held-out descent", "ℓ_0", *ratios, "ℓ_L", "worst", "of samples: mean ratio", "median", "descending"]]
+    layers, depths = max((run.evaluation.layers, depths_of(run)) for run in runs)
+    ratios = [f"ℓ_{after}/ℓ_{before}" for before, after in pairwise(depths)]
+    rows = [
+        [
+            "held-out descent",
+            f"ℓ_{depths[0]}",
+            *ratios,
+            "ℓ_L",
+            "worst",
+            "of samples: mean ratio",
+            "median",
+            "descending",
+        ]
+    ]
     for run in runs:
         values, report, samples = run.evaluation, run.evaluation.report, run.evaluation.per_sample
         first, *_, last = (f"{loss:.3g}" for loss in values.layer_loss)
@@ -102,6 +114,11 @@ def descent_table(runs: Sequence[EvaluatedRun]) -> Table:
         means = [formatted(value, ".3f") for value in (samples.mean_ratio, samples.median_ratio)]
         rows.append([run.label, first, *ratios, last, worst, *means, formatted(samples.descending_fraction, ".1%")])
     return rows
+
+
+def depths_of(run: EvaluatedRun) -> list[int]:
+    """Return the depths that a run has losses of."""
+    return run.evaluation.report.depths or list(range(run.evaluation.layers + 1))
 
 
 def formatted(value: float | None, form: str) -> str:
@@ -132,9 +149,9 @@ def as_drawn(name: str) -> str:
 def plot_runs(
     axis: Any, runs: Sequence[EvaluatedRun], values: Sequence[Sequence[float]], x: Sequence[float] | None = None
 ) -> None:
-    """Draw a line a run: its values over `x`; None: over their depths."""
+    """Draw a line a run: its values over `x`; None: over its depths."""
     for number, (run, line) in enumerate(zip(runs, values, strict=True)):
-        places, color = range(len(line)) if x is None else x, COLORS[number % len(COLORS)]
+        places, color = depths_of(run) if x is None else x, COLORS[number % len(COLORS)]
         axis.plot(places, line, "o-", color=color, label=as_drawn(run.label))
     if x is None:
         axis.xaxis.get_major_locator().set_params(integer=True)
@@ -170,10 +187,11 @@ def loss_over_depth(runs: Sequence[EvaluatedRun]) -> Any:
     """Draw the held-out losses of every run, and what its constraints allow."""
     figure, (axis,) = axes_of()
     plot_runs(axis, runs, [run.evaluation.layer_loss for run in runs])
-    for number, values in enumerate(run.evaluation for run in runs):
+    for number, run in enumerate(runs):
+        values = run.evaluation
         # A violation is what a loss is above its bound.
-        pairs = enumerate(zip(values.layer_loss, values.violation, strict=True))
-        allowed = [(depth, loss - above) for depth, (loss, above) in pairs if above is not None]
+        triples = zip(depths_of(run), values.layer_loss, values.violation, strict=True)
+        allowed = [(depth, loss - above) for depth, loss, above in triples if above is not None]
         if values.constrained and allowed:
             axis.plot(*zip(*allowed, strict=True), "--", color=COLORS[number % len(COLORS)])
     axis.set(xlabel="depth")
@@ -206,10 +224,10 @@ def _multipliers(runs: Sequence[EvaluatedRun]) -> Any:
         entries = [entry for entry in run.folder.read_metrics() if "multipliers" in entry]
         steps = [entry["step"] for entry in entries]
         layers = run.evaluation.layers
-        for depth in range(layers + 1):
-            values = [entry["multipliers"][depth] for entry in entries]
-            color, style = COLORS[depth % len(COLORS)], _STYLES[depth // len(COLORS) % len(_STYLES)]
-            width = 1.5 + 3 * (1 - depth / layers)  # multipliers of the same value, zero mostly, are all seen
+        for number, depth in enumerate(depths_of(run)):
+            values = [entry["multipliers"][number] for entry in entries]
+            color, style = COLORS[number % len(COLORS)], _STYLES[number // len(COLORS) % len(_STYLES)]
+            width = 1.5 + 3 * (1 - number / layers)  # multipliers of the same value, zero mostly, are all seen
             axis.plot(steps, values, style, color=color, linewidth=width, label=rf"$\lambda_{{{depth}}}$")
         axis.set(xlabel="step", ylabel="multiplier", title=as_drawn(run.label))
         add_legend(axis, columns=3)

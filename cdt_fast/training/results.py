@@ -36,6 +36,7 @@ class Verdict(Part):
     worst_layer: Count | None
     worst_violation: float | None
     unjudged: Count = 0  # constraints that are not in force yet
+    depths: list[Count] = Field(default_factory=list)  # what they are called; none: 0 to L
     text: str
 
 

@@ -28,8 +28,18 @@ def test_report_of_a_feasible_solution() -> None:
         "bound_violation": [],
         "relative_bound_violation": [],
         "unjudged": 0,
+        "depths": [0, 1, 2],
         "caveat": "",
     }
+
+
+def test_a_report_calls_the_depths_as_it_is_told() -> None:
+    constraints = plain(2, 0.1, None, bounds={1: 0.5})
+    constraints.depths = [0, 4, 8]
+    assert "the worst: layer 8 is above its bound by 0.19 (" in str(constraints.report([1.0, 0.4, 0.55]))
+    report = constraints.report([1.0, 0.8, 0.6])
+    assert report.worst_layer == 4
+    assert "the worst: depth 4 is above its bound by 0.3 (" in str(report)
 
 
 def test_report_of_an_infeasible_solution() -> None:
