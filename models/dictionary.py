@@ -68,9 +68,11 @@ def cosine_transform(size: int) -> Tensor:
 
 def _frequencies(lengths: tuple[int, int, int], atoms: int) -> tuple[int, int, int] | None:
     """Return the points of the DCT along each axis, at least its length, of product `atoms`: the most even growth."""
-    divisors = [number for number in range(1, atoms + 1) if atoms % number == 0]
-    triples = itertools.product(divisors, divisors, divisors)
-    found = [points for points in triples if math.prod(points) == atoms and all(map(operator.ge, points, lengths))]
+    small = [number for number in range(1, math.isqrt(atoms) + 1) if atoms % number == 0]
+    divisors = sorted({*small, *(atoms // number for number in small)})
+    pairs = itertools.product(divisors, divisors)
+    triples = [(times, rows, atoms // (times * rows)) for times, rows in pairs if atoms % (times * rows) == 0]
+    found = [points for points in triples if all(map(operator.ge, points, lengths))]
 
     def growth(points: tuple[int, int, int]) -> tuple[float, int]:
         return max(number / length for number, length in zip(points, lengths, strict=True)), abs(points[1] - points[2])

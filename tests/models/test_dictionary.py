@@ -56,6 +56,8 @@ def test_tight_cosines_are_a_frame_of_what_they_span(patch: int, frames: int, at
 
 
 def test_tight_cosines_of_odd_numbers_are_refused_with_two_that_work() -> None:
+    with pytest.raises(InputError, match="the nearest are 735134398 and 735134400; got 735134399"):
+        tight_cosines(4, 735_134_399)  # beside a number of 1,344 divisors
     with pytest.raises(InputError, match="the nearest are 48 and 54; got 50"):
         tight_cosines(36, 50, 4)
     for size in (48, 54):
