@@ -153,7 +153,7 @@ def _part(words: str) -> tuple[int, int]:
     if not (colon and (first or "0").isdecimal() and stop.isdecimal() and int(first or "0") < int(stop)):
         expected = "the first frame and the one after the last, as in 0:50"
         raise argparse.ArgumentTypeError(f"must be {expected}, got {words!r}")
-    return int(first or "0"), int(stop)
+    return int(first or "0"), min(int(stop), 2**62)
 
 
 def _command(shown: Any, name: str, run: Any, text: str, example: str = "") -> Parser:

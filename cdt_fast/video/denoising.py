@@ -211,7 +211,8 @@ def _checked(
     if sigma is not None and not settings.crops:
         raise InputError(f"sigma is {sigma}, and a network of whole frames takes the noise as it comes")
     if sigma is not None:
-        check_number("sigma", sigma, "the noise's standard deviation in gray levels, above 0", lambda level: level > 0)
+        expected = "the noise's standard deviation in gray levels, above 0 and at most 255"
+        check_number("sigma", sigma, expected, lambda level: 0 < level <= 255)
     return Denoising(model, settings, depth, sigma)
 
 
