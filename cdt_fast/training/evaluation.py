@@ -28,7 +28,9 @@ def evaluate_run(folder: RunFolder, settings: RunSettings, task: Task, data: Any
     constraints.load_state_dict(state["constraints"])
     best, untrained = state["best"], (entry for entry in folder.read_metrics() if entry["step"] == 0)
     progress_made = {"trained_steps": state["step"], "steps": state["steps"], "kept_step": best["step"]}
-    progress_made |= {"warmup_steps": settings.warmup_steps(len(data.train)), "kept_loss": best["loss"][-1]}
+    # Of instructions some may have been left out, which an earlier version counted.
+    warmup_steps = state.get("warmup_steps", settings.warmup_steps(len(data.train)))
+    progress_made |= {"warmup_steps": warmup_steps, "kept_loss": best["loss"][-1]}
     progress_made["untrained_loss"] = next((entry["validation"]["loss"][-1] for entry in untrained), None)
     measured = task.evaluate(folder, settings, data)
     evaluation = task.Evaluation.model_validate({**judged(measured, settings, constraints), **progress_made})
@@ -78,7 +80,7 @@ def checks(run: EvaluatedRun, runs: Sequence[EvaluatedRun]) -> dict[str, str]:
             return "no difference beyond chance"
         return "yes" if value > last else "no"
 
-    bounds = "yes" if values.feasible else "no"
+    bounds = ("came on in part" if values.report.unjudged else "yes") if values.feasible else "no"
     if values.report.worst_layer is None:
         bounds = "never came on" if values.report.unjudged else ""
     found = {"bounds hold": bounds if values.constrained else ""}

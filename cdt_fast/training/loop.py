@@ -82,7 +82,7 @@ class Trainer:
         on_device = graphs is not None or device.type == "cuda"
         self.optimizer = build_optimizer(trained, self.workload.lr, on_device=on_device)
         self.steps_per_epoch = settings.steps_per_epoch(self.workload.training_samples)
-        self.warmup_steps = settings.warmup_steps(len(data.train))
+        self.warmup_steps = settings.warmup_steps(self.workload.training_samples)
         layers = self.workload.num_constraints
         self.constraints = build_constraints(settings, layers, self.workload.guess_loss).to(device)
         # Without constraints they weigh the depths all the same, and "log" follows the losses for that.
@@ -116,7 +116,7 @@ class Trainer:
                 f"{steps:,}: it is one without constraints. Train longer, or with --warmup-epochs 0"
             )
         given, used = self.settings.constraints.reference, self.constraints.options.reference
-        if given != used:
+        if given != used and self.constraints.descent.exists.any():
             notes.append(f"note: --reference {given:g} is above the loss of a guess, {used:.4g}, which is used instead")
         return notes
 
@@ -299,6 +299,7 @@ class Trainer:
         return {
             "step": self.step,
             "steps": self.workload.steps,
+            "warmup_steps": self.warmup_steps,
             "run": run_identity(self.settings),
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),

@@ -15,6 +15,7 @@ from cdt_fast.checks import InputError
 from cdt_fast.files import read_json
 from cdt_fast.sequence.evaluation import measure
 from cdt_fast.sequence.networks import PretrainedNetwork
+from cdt_fast.training.checkpoint import load_checkpoint
 from cdt_fast.training.run_folder import RunFolder
 from tests.runs import Call, assert_same_runs, evaluated, load_data, new_trainer, settings_of, trained
 from tests.tiny import words_of_command
@@ -69,10 +70,21 @@ def test_the_held_out_losses_are_those_of_an_eager_loop_over_answers(source: Pat
         right += int((output.logits[0, len(prompt) - 1 : -1].argmax(-1) == answer).sum())
         count += len(answer)
     assert evaluation["answers"] == count
+    assert evaluation["report"]["depths"] == [0, 2, 4]
     assert evaluation["layers"] + 1 == len(evaluation["depth_accuracy"][0]) == 3
     assert evaluation["layer_loss"] == pytest.approx((sums / count).tolist(), rel=1e-5)
     assert evaluation["accuracy"][0] == pytest.approx(right / count)
     assert evaluation["per_sample"]["mean_ratio"] == pytest.approx(sum(ratios) / len(ratios), rel=1e-5)
+
+
+def test_what_is_left_out_of_the_training_is_in_no_epoch(tmp_path: Path) -> None:
+    entries = [{"instruction": "Say it. " * (1 + n % 2 * 99) + f"{n}", "output": "word"} for n in range(40)]
+    (tmp_path / "alpaca.json").write_text(json.dumps(entries), encoding="utf-8")
+    config = settings_for(tmp_path / "alpaca.json", batch=4, steps="none", epochs=3)
+    config.constraints.warmup_epochs = 1
+    run = trained(config, tmp_path / "run")
+    steps = load_checkpoint(run.checkpoint)["steps"]
+    assert evaluated(run, config)["warmup_steps"] == steps // 3 < len(load_data(config).train) // 4
 
 
 def test_a_validation_weighs_sequences_by_their_answers(tmp_path: Path) -> None:

@@ -112,6 +112,8 @@ DEPTH_0 = "must not be of depth 0, which is the noisy input where grids overlap:
         # A setting without effect.
         ("text", None, {"constraints": {"coupling": "chain", "rate": "none"}}, [f"coupling {IDLE} rate is other than"]),
         ("video", None, {"constraints": {"rate": 0.1, "constrained": False}}, [f"rate {IDLE} constrained is true"]),
+        ("video", None, {"constraints": {"margin": 0.1, "rate": "none", "bounds": "2=1"}}, [f"margin {IDLE} rate is"]),
+        ("text", None, {"constraints": {"reference": 0.2, "rate": "none"}}, [f"reference {IDLE} rate is other than"]),
         ("lm", None, {"constraints": {"bounds": "2=1", "constrained": False}}, [f"bounds {IDLE} constrained is true"]),
         ("video", None, {"model": {"width": 64}}, [f"width {IDLE} model is vit"]),
         ("video", None, {"model": {"model": "vit", "code_size": 64}}, [f"code_size {IDLE} model is dust or ut"]),

@@ -44,7 +44,7 @@ def run_of(
         ({"feasible": False}, "no", "no success: bounds do not hold"),
         ({"feasible": False, "judged": (None, 0)}, "", "success"),  # it has none
         ({"feasible": False, "judged": (None, 1)}, "never came on", "no success: bounds never came on"),
-        ({"judged": (1, 2)}, "yes", "success"),
+        ({"judged": (1, 2)}, "came on in part", "no success: bounds came on in part"),
         ({"feasible": False, "constrained": False}, "", "success"),
         ({"kept_step": 0}, "yes", "no success: training gained nothing"),
     ],
