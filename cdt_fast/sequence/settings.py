@@ -92,10 +92,10 @@ class TextSettings(SequenceSettings):
 
     task: ClassVar[str] = "text"
     networks: ClassVar[tuple[str, ...]] = (UNROLLED,)
-    data: TextDataSettings = Field(default_factory=TextDataSettings)
-    model: TextModelSettings = Field(default_factory=TextModelSettings)
-    constraints: shared.ConstraintSettings = Field(default_factory=lambda: shared.ConstraintSettings(**PRESETS["text"]))
-    training: TextTrainingSettings = Field(default_factory=TextTrainingSettings)
+    data: TextDataSettings = TextDataSettings()
+    model: TextModelSettings = TextModelSettings()
+    constraints: shared.ConstraintSettings = shared.ConstraintSettings(**PRESETS["text"])
+    training: TextTrainingSettings = TextTrainingSettings()
 
     def needs(self) -> list[tuple[bool, str, str]]:
         own = self.model.model == UNROLLED
@@ -112,7 +112,7 @@ class LanguageSettings(SequenceSettings):
 
     task: ClassVar[str] = "lm"
     networks: ClassVar[tuple[str, ...]] = ()
-    data: LanguageDataSettings = Field(default_factory=LanguageDataSettings)
-    model: LanguageModelSettings = Field(default_factory=LanguageModelSettings)
-    constraints: shared.ConstraintSettings = Field(default_factory=lambda: shared.ConstraintSettings(**PRESETS["lm"]))
-    training: LanguageTrainingSettings = Field(default_factory=LanguageTrainingSettings)
+    data: LanguageDataSettings = LanguageDataSettings()
+    model: LanguageModelSettings = LanguageModelSettings()
+    constraints: shared.ConstraintSettings = shared.ConstraintSettings(**PRESETS["lm"])
+    training: LanguageTrainingSettings = LanguageTrainingSettings()

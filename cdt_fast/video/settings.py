@@ -69,13 +69,11 @@ class VideoSettings(shared.RunSettings):
 
     task: ClassVar[str] = "video"
     networks: ClassVar[tuple[str, ...]] = ("dust", "ut", "vit")
-    data: VideoDataSettings = Field(default_factory=VideoDataSettings)
-    model: VideoModelSettings = Field(default_factory=VideoModelSettings)
-    constraints: shared.ConstraintSettings = Field(default_factory=lambda: shared.ConstraintSettings(**_DENOISER))
-    training: VideoTrainingSettings = Field(default_factory=VideoTrainingSettings)
-    evaluation: shared.EvaluationSettings = Field(
-        default_factory=lambda: shared.EvaluationSettings(gammas=[5.0, 10.0, 20.0, 30.0, 40.0, 50.0])
-    )
+    data: VideoDataSettings = VideoDataSettings()
+    model: VideoModelSettings = VideoModelSettings()
+    constraints: shared.ConstraintSettings = shared.ConstraintSettings(**_DENOISER)
+    training: VideoTrainingSettings = VideoTrainingSettings()
+    evaluation: shared.EvaluationSettings = shared.EvaluationSettings(gammas=[5.0, 10.0, 20.0, 30.0, 40.0, 50.0])
 
     @property
     def objective(self) -> ObjectiveName:
