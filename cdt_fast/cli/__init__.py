@@ -17,10 +17,6 @@ BAD_INPUT = 2
 _OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "not enough memory", "ALLOC_FAILED")
 
 
-class _Terminated(BaseException):
-    """SIGTERM: like KeyboardInterrupt, so that what is half done is cleaned up on the way out."""
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status. Bad input is one line on stderr and status 2."""
     options = argparse.Namespace(hint="")
@@ -57,8 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Interrupted as stop:
         _say(f"{stop}; continue with: {options.again}")
         return 128 + stop.signal_number
-    except (KeyboardInterrupt, _Terminated) as stop:
-        number = signal.SIGTERM if isinstance(stop, _Terminated) else signal.SIGINT
+    except KeyboardInterrupt as stop:
+        number = signal.Signals(stop.args[0]) if stop.args else signal.SIGINT
         _say(f"stopped by {number.name}{options.hint}")
         return 128 + number
     return BAD_INPUT
@@ -68,5 +64,5 @@ def _say(message: str) -> None:
     print("cdt-fast: " + printable(" ".join(message.split())), file=sys.stderr)
 
 
-def _terminate(*_: object) -> None:
-    raise _Terminated
+def _terminate(number: int, _: object) -> None:
+    raise KeyboardInterrupt(number)  # what is half done is cleaned up on the way out
