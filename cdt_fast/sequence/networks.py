@@ -36,10 +36,9 @@ class _Network:
         table: Any = word_embeddings(self.model).weight
         return table.shape[0]
 
-    def perturbed(self, settings: SequenceSettings, gamma: float | None = None, **options: Any) -> Any:
-        """Perturb at `gamma`, or at the training noise of the settings, with the seed of the evaluation by default."""
-        level = settings.data.gamma if gamma is None else gamma
-        return perturbed(self.model, level, padding_id=self.padding_id, **{"seed": EVALUATION_SEED, **options})
+    def perturbed(self, settings: SequenceSettings, seed: int = EVALUATION_SEED, samples: Tensor | None = None) -> Any:
+        """Perturb at the training noise of the settings, by default with the seed of the evaluation."""
+        return perturbed(self.model, settings.data.gamma, seed=seed, padding_id=self.padding_id, samples=samples)
 
     def save(self, folder: Path) -> None:
         """Write the model and its tokenizer to `folder`, in place of what is there."""
