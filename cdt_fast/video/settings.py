@@ -146,9 +146,3 @@ class VideoSettings(shared.RunSettings):
     def sequence(self) -> Literal["time", "space"]:
         """Return the axis that a sequence of tokens runs over."""
         return "space" if self.model.model == "vit" else "time"
-
-    @property
-    def tokens(self) -> int:
-        """T of a sequence."""
-        times, places = self.data.window // self.data.patch_frames, (self.data.size // self.data.patch) ** 2
-        return times if self.sequence == "time" else places

@@ -108,7 +108,8 @@ class VideoWorkload:
         if device.type != "cuda" or not backend.startswith("triton"):
             return f"ops on {backend if device.type == 'cuda' else 'torch'}"
         widths = self._denoiser.patch_size, self._denoiser.code_size, self._denoiser.patch_size
-        reason = unfused_reason(self._settings.tokens, widths, dtype, device)
+        tokens = self._settings.data.window // self._settings.data.patch_frames
+        reason = unfused_reason(tokens, widths, dtype, device)
         if reason is None:
             return "each layer in one fused Triton kernel, forward and backward"
         return f"each layer composed of ops, not in one kernel ({reason})"
