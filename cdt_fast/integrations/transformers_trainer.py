@@ -108,7 +108,7 @@ class _DescentTrainer(Trainer):
         split = any(getattr(parallelism, name, False) for name in ("cp_enabled", "sp_enabled"))
         loss_type = getattr(args, "loss_type", "nll")  # some versions of TRL set compute_loss_func for it
         # Of a metric whose name does not end in "loss" transformers takes the greatest.
-        greatest = args.greater_is_better and re.search("layer_loss_|violation_", args.metric_for_best_model)
+        greatest = args.greater_is_better and re.search("layer_loss_|violation_", str(args.metric_for_best_model))
         problems = (
             (args.label_smoothing_factor, "label_smoothing_factor", "a loss of its own: set it to 0"),
             ("nll" not in loss_type, "loss_type", "a loss of its own: use 'nll'"),

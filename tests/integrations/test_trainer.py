@@ -206,6 +206,7 @@ def test_a_metric_of_depths_is_to_be_the_least(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=f"greater_is_better, which asks for the greatest {name}: set it to False"):
             trainer_for(tmp_path, metric_for_best_model=name)
         trainer_for(tmp_path, metric_for_best_model=name, greater_is_better=False)
+    trainer_for(tmp_path, greater_is_better=True)
 
 
 def test_what_an_earlier_training_left_is_in_no_log(tmp_path: Path) -> None:
