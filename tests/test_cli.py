@@ -139,6 +139,9 @@ def test_a_run_that_is_to_resume_is_never_removed(call: Call, tmp_path: Path, ti
     run = RunFolder.create(tmp_path / "run", config)
     assert "gone.npy" in call("train", "video", "--resume", run.path).line()
     assert run.config.exists()
+    run.checkpoint.parent.mkdir()
+    run.checkpoint.touch()
+    assert "its model is gone; remove the whole folder" in call("train", "video", "--resume", run.path).line()
 
 
 def test_training_prints_tables_a_verdict_and_the_report(

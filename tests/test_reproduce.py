@@ -126,7 +126,9 @@ def test_two_processes_share_the_runs_of_a_folder(call: Call, clip: Path, tmp_pa
     with RunFolder(out / "plain-0").lock():
         answer = call("reproduce", "tiny", clip, "--out", out, "--seeds", "0")
     assert answer.status == 0, answer
-    assert answer.out.splitlines()[-1] == "another process trains plain-0, and compares the runs after that"
+    assert answer.out.splitlines()[-1] == (
+        "left to another process, which then compares all: plain-0; if there is none, call this again"
+    )
     assert (out / "constrained-0" / "report.html").exists()
     assert not (out / "results.html").exists()
     answer = call("reproduce", "tiny", clip, "--out", out, "--seeds", "0")

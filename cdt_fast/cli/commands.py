@@ -72,7 +72,8 @@ def reproduce(options: argparse.Namespace) -> None:
             folder = RunFolder(run.path) if state == "begun" else RunFolder.create(run.path, run.settings)
             _train_and_evaluate(folder, run.settings, data, resumed=state == "begun")
     if left := [run for run in planned if run.state() != "done"]:
-        print(f"another process trains {', '.join(run.path.name for run in left)}, and compares the runs after that")
+        names = ", ".join(run.path.name for run in left)
+        print(f"left to another process, which then compares all: {names}; if there is none, call this again")
         return
     for cell in experiment.cells:
         folders = [str(run.path) for run in planned if run.cell == cell]

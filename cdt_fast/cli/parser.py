@@ -113,7 +113,7 @@ def build_parser() -> Parser:
     add("--steps", metavar="N", type=int, help="optimizer steps of a training (the experiment's)")
     add("--limit", metavar="N", type=int, help="test samples that a run is measured on, for a trial (all)")
     add("--model", metavar="DIR", help="pretrained network to train, or to take the word embeddings of a text UT from")
-    add("--out", metavar="DIR", help="folder of the runs and of their comparison (runs/NAME)")
+    add("--out", metavar="DIR", help="folder of the runs and of their comparison (runs/NAME-SOURCE)")
 
     text = "measure ops and training steps against other ways to do the same"
     add = _command(shown, "bench", commands.bench, text, "bench --suite step ops --repeats 9").add_argument

@@ -74,11 +74,11 @@ class Experiment:
         cells: Sequence[Cell] = self.cells
         for option, attribute, chosen in (("--layers", "layers", layers), ("--gammas", "gamma", gammas)):
             for value in chosen or ():
-                known = [f"{there:g}" for cell in cells if (there := getattr(cell, attribute)) is not None]
+                known = [there for cell in cells if (there := getattr(cell, attribute)) is not None]
                 if not known:
                     raise InputError(f"{option}: {self.name} has none to choose from, got {value:g}")
-                if f"{value:g}" not in known:
-                    raise InputError(f"{option} must be of {', '.join(dict.fromkeys(known))}, got {value:g}")
+                if value not in known:
+                    raise InputError(f"{option} must be of {', '.join(map(str, dict.fromkeys(known)))}, got {value}")
             cells = [cell for cell in cells if chosen is None or getattr(cell, attribute) in chosen]
         cells = [cell._replace(seeds=list(dict.fromkeys(seeds or cell.seeds))) for cell in cells]
         training = {**self.shared.get("training", {}), **({} if steps is None else {"steps": steps})}

@@ -24,6 +24,7 @@ from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.training.task import Table
 
 _TIMED_STEPS = 3
+_MARKS = "o^sDv"  # of noise levels, as colors are of runs
 
 
 def forecast(experiment: Experiment, planned: Sequence[PlannedRun]) -> tuple[float, Any]:
@@ -79,7 +80,8 @@ def results_table(experiment: Experiment, planned: Sequence[PlannedRun]) -> Tabl
             if len(values) > 1:
                 margin = t_quantile(0.975, len(values) - 1) * statistics.stdev(values) / len(values) ** 0.5
                 shown += f" ±{margin:.3f}"
-            bounds = f"{sum(one.feasible for one in found)} of {len(found)}" * found[0].constrained
+            held = sum(one.feasible and not one.report.unjudged for one in found)
+            bounds = f"{held} of {len(found)}" * found[0].constrained
             descends = sum(all(ratio is not None and ratio < 1 for ratio in one.layer_ratio) for one in found)
             paper = f"{cell.paper[name]:.3f}" if name in cell.paper else ""
             shape = str(found[0].layers), f"{found[0].training_gamma:g}"
@@ -94,14 +96,15 @@ def picture(planned: Sequence[PlannedRun]) -> list[str]:
     if len(layers) == 1 or importlib.util.find_spec("matplotlib") is None:
         return []
     figure, (axis,) = axes_of()
-    lines: dict[str, dict[int, list[float]]] = {}
+    lines: dict[tuple[str, float], dict[int, list[float]]] = {}
     for run, values in measured:
-        lines.setdefault(f"{run}, γ {values.training_gamma:g}", {}).setdefault(values.layers, []).append(
-            values.headline
-        )
-    for color, (name, line) in zip(itertools.cycle(COLORS), lines.items(), strict=False):
+        line = lines.setdefault((run, values.training_gamma), {})
+        line.setdefault(values.layers, []).append(values.headline)
+    runs, gammas = (list(dict.fromkeys(parts)) for parts in zip(*lines, strict=True))
+    for (run, gamma), line in lines.items():
         means = [statistics.fmean(line[count]) for count in sorted(line)]
-        axis.plot(sorted(line), means, "o-", color=color, label=name)
+        color, mark = COLORS[runs.index(run) % len(COLORS)], _MARKS[gammas.index(gamma) % len(_MARKS)]
+        axis.plot(sorted(line), means, f"{mark}-", color=color, label=f"{run}, γ {gamma:g}")
     axis.set(xlabel="layers", ylabel=measured[0][1].HEADLINE, xticks=layers)
     add_legend(axis)
     return [page.picture(as_png(figure), f"{measured[0][1].HEADLINE} over the number of layers, means over the seeds")]

@@ -48,9 +48,10 @@ class RunFolder:
                 raise InputError(f"{path}: exists and is not empty; choose another folder for the run")
             settings.save(temporary)
             os.link(temporary, run.config)  # fails if there is one already, which a move would replace
-        except (FileExistsError, FileNotFoundError):
-            raise RunInUse(f"{path}: another process is making a run there; choose another folder") from None
         except (OSError, UnicodeEncodeError) as error:
+            # A link to what is not there exists, too.
+            if isinstance(error, FileNotFoundError) or (isinstance(error, FileExistsError) and run.path.is_dir()):
+                raise RunInUse(f"{path}: another process is making a run there; choose another folder") from None
             with contextlib.suppress(OSError):
                 run.path.rmdir()
             reason = "its name, or one in its settings, is not UTF-8: rename it"

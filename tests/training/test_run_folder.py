@@ -23,7 +23,9 @@ def test_a_folder_in_use_or_without_a_trained_run_is_refused(tmp_path: Path) -> 
     assert open_run(mine.path, trained=False)[1] == VideoSettings()
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "note").touch()
-    for path, fact in ((mine.path, "--resume"), ("other", "is not empty"), ("other/note", "cannot be made")):
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    known = ((mine.path, "--resume"), ("other", "is not empty"), ("other/note", "cannot be made"))
+    for path, fact in (*known, ("link", "cannot be made"), ("link/run", "cannot be made")):
         with pytest.raises(InputError, match=fact):
             RunFolder.create(tmp_path / path, VideoSettings())
     foreign, settings = os.fsdecode(b"caf\xe9"), VideoSettings()
