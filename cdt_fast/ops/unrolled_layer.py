@@ -129,9 +129,9 @@ def unrolled_layer(
     tensors = rows, codes_given, dictionary, projection, next_dictionary
     numbers = step, threshold, scale, common.effective_nonlinearity(nonlinearity, threshold)
     if _runs_as_one(rows, dictionary, next_dictionary, backend):
-        if casts is None:  # once, for both directions
-            casts = _cast(dictionary, dtype), None if next_dictionary is None else _cast(next_dictionary, dtype)
-        lows = casts[0], None if next_dictionary is None else casts[1]
+        first, second = (dictionary, next_dictionary) if casts is None else casts
+        second = None if next_dictionary is None or second is None else _cast(second, dtype)
+        lows = _cast(first, dtype), second  # for both directions
         next_codes, next_projection, _, error = _whole_layer(*tensors, target, lengths, *lows, *numbers, backend)
     else:
         low, next_low = dictionary.to(dtype), None if next_dictionary is None else next_dictionary.to(dtype)
@@ -170,7 +170,7 @@ def unrolled_layer_reference(
 
 
 def _cast(matrix: Tensor, dtype: torch.dtype) -> Tensor:
-    return matrix.detach().to(dtype, memory_format=torch.contiguous_format)
+    return matrix.detach().to(dtype).contiguous()  # `to` alone leaves a matrix of that dtype as it lies
 
 
 def _runs_as_one(signal: Tensor, dictionary: Tensor, next_dictionary: Tensor | None, backend: str) -> bool:
