@@ -107,7 +107,8 @@ def denoising_layer_reference(
 
 
 def _attention(features: Tensor, scale: Tensor, self_bias: Tensor) -> Tensor:
-    products = (features @ features.mT).to(scale.dtype)
+    features = features.to(scale.dtype)  # large numbers, of which 16 bits would round away the distances
+    products = features @ features.mT
     scores = products - 0.5 * torch.diagonal(products, dim1=-2, dim2=-1).unsqueeze(-2)
     own = torch.eye(products.shape[-1], dtype=scale.dtype, device=products.device)
     return torch.softmax(scale[..., None, None] * scores - self_bias * own, -1)

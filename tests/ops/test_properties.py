@@ -280,6 +280,22 @@ def test_casts_of_the_caller_take_the_place_of_the_layer_s_own(extras: tuple[str
     assert_equal(*found)
 
 
+@pytest.mark.parametrize("dtype", LOW_DTYPES)
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_the_scores_of_bright_tokens_are_formed_in_float32(dtype: torch.dtype, requires_grad: bool) -> None:
+    """Of a still scene sixteen times the noise: squares of its norm leave float16, and their digits bfloat16."""
+    scene = 16 * normal(1, 256)
+    noisy, features = scene + normal(2, 20, 256), scene + 0.3 * normal(3, 20, 256)
+    wide = noisy, features, torch.linalg.qr(normal(4, 256, 256))[0], torch.full((256,), 3.0).double()
+    numbers = {"scale": torch.tensor(0.03), "self_bias": torch.tensor(0.5), "sharpness": torch.tensor(2.0)}
+    low = [tensor.to(dtype) for tensor in wide]
+    lows = {name: number.to(dtype) for name, number in numbers.items()}
+    right = ops.denoising_layer(*(tensor.double() for tensor in low), **{n: v.double() for n, v in lows.items()})
+    found = ops.denoising_layer(*(tensor.requires_grad_(requires_grad) for tensor in low), **lows)
+    error = (found.tokens.double() - right.tokens).norm() / (right.tokens - scene).norm()
+    assert error < {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.6}[dtype]
+
+
 def test_the_error_is_summed_in_float32_and_weight_zero_gives_no_gradient_where_it_is_infinite() -> None:
     case = build("unrolled_layer", "target").to(torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
