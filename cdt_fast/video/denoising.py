@@ -123,7 +123,8 @@ class Denoising:
         if estimated_noise(plane) > _ENLARGED * coarse:
             return self.plane(plane, sigma, copies, few_grids=True)
         # What made it smaller has blurred the noise, which the finest differences then miss.
-        coarse = min(sigma, LEVELS * max(coarse, 2 * estimated_noise(quarter)))
+        coarse, blurred = LEVELS * coarse, 2 * LEVELS * estimated_noise(quarter)
+        coarse = max(coarse, min(sigma, blurred)) if self.sigma is None else min(sigma, max(coarse, blurred))
         change = self.plane(half, coarse, copies, few_grids=True) - half
         return plane + torch.nn.functional.interpolate(change, plane.shape[-2:])
 

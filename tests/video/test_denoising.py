@@ -219,6 +219,21 @@ def test_large_frames_are_denoised_by_bands_of_rows(monkeypatch: pytest.MonkeyPa
         monkeypatch.undo()
 
 
+def test_noise_of_color_is_removed_where_brightness_has_less() -> None:
+    settings, random = VideoSettings(), np.random.default_rng(0)
+    clean = np.repeat(scrolling_clip(8, 64, 96)[..., None], 3, -1) // 2 + 60
+    colors = 20 * random.standard_normal((8, 32, 48)).repeat(2, 1).repeat(2, 2)[..., None] * np.array([1, -1, 0])
+    noise = colors + 3 * random.standard_normal((8, 64, 96, 1))
+    noisy = np.rint(clean + noise).clip(0, 255).astype(np.uint8)
+    denoising = Denoising(load_network(SHIPPED), settings, 3)
+    found = np.stack(list(denoising.frames(noisy)))
+    assert denoising.found == [pytest.approx(3 * 3**0.5, rel=0.3)]
+    before, after = (np.square(frames - clean.astype(float)).mean() for frames in (noisy, found))
+    assert after < before / 10
+    told = np.stack(list(Denoising(load_network(SHIPPED), settings, 3, 5.0).frames(noisy)))
+    assert np.square(told - clean.astype(float)).mean() > before / 10
+
+
 @pytest.mark.parametrize("pixels", ["bgr0", "yuv420p"])
 def test_the_noise_of_color_is_found_and_removed_at_half_its_resolution_too(tmp_path: Path, pixels: str) -> None:
     settings = VideoSettings.chosen({"model": {"layers": 3}})
