@@ -94,18 +94,8 @@ def descent_table(runs: Sequence[EvaluatedRun]) -> Table:
     """Return the held-out loss of depth 0 and L, the ratio of each layer, the worst, and the ratios of samples."""
     layers, depths = max((run.evaluation.layers, depths_of(run)) for run in runs)
     ratios = [f"ℓ_{after}/ℓ_{before}" for before, after in pairwise(depths)]
-    rows = [
-        [
-            "held-out descent",
-            f"ℓ_{depths[0]}",
-            *ratios,
-            "ℓ_L",
-            "worst",
-            "of samples: mean ratio",
-            "median",
-            "descending",
-        ]
-    ]
+    names = ["ℓ_L", "worst", "of samples: mean ratio", "median", "descending"]
+    rows = [["held-out descent", f"ℓ_{depths[0]}", *ratios, *names]]
     for run in runs:
         values, report, samples = run.evaluation, run.evaluation.report, run.evaluation.per_sample
         first, *_, last = (f"{loss:.3g}" for loss in values.layer_loss)

@@ -90,8 +90,7 @@ def _early_exit(runs: Sequence[EvaluatedRun]) -> Any:
 
 
 def draw_depths(runs: Sequence[EvaluatedRun]) -> Any:
-    """Draw a held-out frame at every depth of every run; None where what `keep_frames` kept is missing
-    or cut short."""
+    """Draw a held-out frame at every depth of every run; None where what `keep_frames` kept is missing or broken."""
     try:
         kept = [load_file(run.folder.frames)["shown"] for run in runs]
     except (KeyError, OSError, SafetensorError):
