@@ -3,16 +3,19 @@
 import os
 import sys
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, islice
+from itertools import chain, groupby, islice
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import adaptive_avg_pool2d, avg_pool2d, interpolate
 
 from cdt_fast.checks import InputError, check_integer, check_number, printable
 from cdt_fast.files import replaced_atomically, try_lock
@@ -33,8 +36,9 @@ from cdt_fast.video.writing import check_target, remove_leftovers, write_video
 # Noise estimated of a plane, as a share of that at half its size: twice of white noise, nothing of repeated pixels.
 _ENLARGED = 0.1
 _PIXELS_AT_ONCE = 2**24  # of the frames of a window, for which the layers take 2 GiB
+_CUT, _TIMES = 0.04, 2.0  # a cut changes the picture by so much of its range, and so many times the changes beside it
 _LONGER = 1.5  # windows than in training: .13 dB better, and fewer of them; twice as long they lose where much moves
-_halved = partial(torch.nn.functional.avg_pool2d, kernel_size=2, ceil_mode=True)
+_halved = partial(avg_pool2d, kernel_size=2, ceil_mode=True)
 
 
 @dataclass
@@ -51,7 +55,7 @@ class Denoising:
 
     def frames(self, frames: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
         """Yield the denoised frames, uint8 `[h, w, channels]`, one for each of `frames`."""
-        for frame in self._joined(frames, self._window):
+        for frame in self._scenes(frames, self._window):
             yield (frame * LEVELS).round_().clamp_(0, 255).to(torch.uint8).cpu().numpy()
 
     def luma(self, frames: Tensor) -> Tensor:
@@ -60,7 +64,12 @@ class Denoising:
         def window(part: np.ndarray, copies: float = 1.0) -> Tensor:
             return self.plane(torch.from_numpy(part).to(device_of(self.model))[None], self.sigma, copies)[0].cpu()
 
-        return torch.stack(list(self._joined(frames.numpy(), window)))
+        return torch.stack(list(self._scenes(frames.numpy(), window)))
+
+    def _scenes(self, frames: Iterable[np.ndarray], denoised: Callable[..., Tensor]) -> Iterator[Tensor]:
+        """Yield what `denoised` makes of each scene: a window across a cut leaves a ghost of one in the other."""
+        for _, scene in groupby(_with_scene(frames), itemgetter(0)):
+            yield from self._joined((frame for _, frame in scene), denoised)
 
     def _joined(self, frames: Iterable[np.ndarray], denoised: Callable[..., Tensor]) -> Iterator[Tensor]:
         """Yield what `denoised` makes of windows, of frames in two of them a mixture."""
@@ -126,7 +135,7 @@ class Denoising:
         coarse, blurred = LEVELS * coarse, 2 * LEVELS * estimated_noise(quarter)
         coarse = max(coarse, min(sigma, blurred)) if self.sigma is None else min(sigma, max(coarse, blurred))
         change = self.plane(half, coarse, copies, few_grids=True) - half
-        return plane + torch.nn.functional.interpolate(change, plane.shape[-2:])
+        return plane + interpolate(change, plane.shape[-2:])
 
     @torch.no_grad()
     def plane(self, frames: Tensor, sigma: float | None, copies: float = 1.0, *, few_grids: bool = False) -> Tensor:
@@ -154,6 +163,25 @@ class Denoising:
                 found = reconstructed(self.model, self.settings, band, deviation, self.depth, True, few_grids)[-1]
                 shown.append(found[..., start - first : start - first + rows, :])
         return torch.cat(shown, -2)
+
+
+def _with_scene(frames: Iterable[np.ndarray]) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield the number of the scene with each frame. A cut changes areas, in which noise averages out, far more than
+    the three frames before and after it do: not so a flash, fast motion, or motion with each frame repeated."""
+    scene, near = 0, 3
+    areas: Tensor | None = None
+    held, changes = deque[np.ndarray](), deque([0.0] * (2 * near + 1), 2 * near + 1)
+    for number, frame in enumerate(chain(frames, [None] * near)):
+        former, areas = areas, None
+        if frame is not None:
+            held.append(frame)
+            green = (frame if frame.ndim == 2 else frame[..., frame.shape[-1] // 2]).astype(np.float32)
+            areas = adaptive_avg_pool2d(torch.from_numpy(green)[None], 16) / (LEVELS if frame.dtype == np.uint8 else 1)
+        changes.append(0.0 if former is None or areas is None else (areas - former).abs().mean().item())
+        if number >= near:
+            *_, second, first = sorted(changes)
+            scene += changes[near] == first > max(_CUT, _TIMES * second)
+            yield scene, held.popleft()
 
 
 def open_denoiser(run: str | os.PathLike[str] | None) -> tuple[Denoiser, VideoSettings, str]:

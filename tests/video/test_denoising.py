@@ -26,7 +26,7 @@ from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.video import writing
 from cdt_fast.video.data import open_source, to_patches
 from cdt_fast.video.data.crops import to_opponent
-from cdt_fast.video.denoising import Denoising
+from cdt_fast.video.denoising import Denoising, _with_scene
 from cdt_fast.video.networks import SHIPPED, build_network, load_network
 from cdt_fast.video.settings import VideoSettings
 from cdt_fast.video.task import build, load
@@ -203,6 +203,25 @@ def test_windows_share_frames(count: int) -> None:
         for place, share in zip(range(begin, start + part), (*shares, *[1.0] * 10), strict=False):
             expected[place] = share * window[place - begin] + (1 - share) * expected[place]
     torch.testing.assert_close(denoising.luma(noisy), expected)
+
+
+@pytest.mark.parametrize("cut", [1, 5, 13, 27, 29])
+def test_windows_end_at_a_cut(cut: int) -> None:
+    """Of a scene no frame has a ghost of the other, wherever the cut is."""
+    settings = VideoSettings.chosen({})
+    generator = torch.Generator().manual_seed(0)
+    noisy = 0.1 * torch.randn(30, 24, 40, generator=generator) + torch.linspace(0.2, 0.7, 40)
+    noisy[cut:] = noisy[cut:].flip(-1)
+    denoising = Denoising(build_network(settings), settings, 3, 25.0)
+    expected = torch.cat([denoising.luma(noisy[:cut]), denoising.luma(noisy[cut:])])
+    torch.testing.assert_close(denoising.luma(noisy), expected, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("repeated", [1, 2, 3])
+def test_a_flash_and_fast_motion_are_no_cuts(repeated: int) -> None:
+    clip = scrolling_clip(180, 64, 64)[::9].repeat(repeated, 0)
+    clip[7] = 255
+    assert {scene for scene, _ in _with_scene(clip)} == {0}
 
 
 @pytest.mark.parametrize("few", [False, True])
