@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from cdt_fast.cli.parser import build_parser
 
         options = build_parser().parse_args(arguments)
-        with on_signals(_terminate, signal.SIGTERM), warnings.catch_warnings():
+        with on_signals(_terminate, signal.SIGTERM, signal.SIGHUP), warnings.catch_warnings():
             warnings.showwarning = lambda message, *_: _say(f"warning: {message}")
             return options.run(options) or 0
     except (InputError, MissingExtra) as error:

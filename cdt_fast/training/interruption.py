@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM in a training and in the command line."""
+"""Signals in a training and in the command line."""
 
 import signal
 import threading
@@ -17,10 +17,11 @@ class Interrupted(Exception):
 
 @contextmanager
 def on_signals(handler: Callable[[int, Any], object], *numbers: int) -> Iterator[None]:
-    """Call `handler` at these signals while the block runs; only the main thread can."""
+    """Call `handler` at these signals while the block runs, but for SIGHUP under nohup; only the main thread can."""
     if threading.current_thread() is not threading.main_thread():
         numbers = ()
-    previous = {number: signal.signal(number, handler) for number in numbers}
+    ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()
+    previous = {number: signal.signal(number, handler) for number in numbers if number not in ignored}
     try:
         yield
     finally:

@@ -224,6 +224,8 @@ def denoise(
         return colored(frame)
 
     frames = np.stack(list(_checked(model, settings, sigma=sigma).frames(map(given, source.frames()))))
+    for note in source.notes:
+        warnings.warn(note, stacklevel=2)
     return frames if 3 in ranks else frames[..., 0]
 
 
@@ -290,6 +292,7 @@ def denoise_video(
     with replaced_atomically(target) as temporary, temporary.open("rb") as locked:
         try_lock(locked)
         written, notes = write_video(temporary, target, denoising.frames(shown), frames)
+        check_target(target, Path(source), overwrite)  # another process may have written it
     found = float(np.median(denoising.found)) if denoising.found else None
     least, greatest = settings.noise
     if denoising.depth == 0 and settings.crops:

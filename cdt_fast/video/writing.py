@@ -16,7 +16,7 @@ import numpy as np
 from cdt_fast.checks import InputError, require
 from cdt_fast.files import try_lock
 from cdt_fast.video.data.source import DEFAULT_FRAME_RATE, FrameSource
-from cdt_fast.video.data.video_file import LIMITED_RANGE, UNSPECIFIED, VideoFile, is_cover, yuv_matrix
+from cdt_fast.video.data.video_file import FULL_RANGE, LIMITED_RANGE, UNSPECIFIED, VideoFile, is_cover, yuv_matrix
 
 # Containers that take H.264 and state the frame rate. Others that FFmpeg knows by their suffix (.gif, .webm, .png) take
 # other codecs; .ts and .flv do not keep every rate, and .avi holds one rate alone.
@@ -24,6 +24,8 @@ CONTAINERS = (".mp4", ".m4v", ".mov", ".mkv")
 _TICKS = 90_000  # a second, at least, of a video's frame times
 _TIME_TOLERANCE = Fraction(2, 1000)  # containers round times to milliseconds or coarser ticks
 _TRIED_PACKETS = 3
+_PRIMING = Fraction(1, 10)  # seconds, at most, of silence that encoders of sound put first
+_ROUNDED = 1 << 2 | 1 << 18  # SWS_BICUBIC, its default, and SWS_ACCURATE_RND of FFmpeg's scaler
 # Tags of a file itself. With "timecode" FFmpeg would refuse rates that no timecode has.
 _FILE_TAGS = {"major_brand", "minor_version", "compatible_brands", "encoder", "software", "timecode", "duration"}
 _STREAM_TAGS = ("title", "language")
@@ -108,7 +110,7 @@ def _encoded(stream: Any, frames: Iterable[np.ndarray], source: FrameSource, rat
         colored = np.ascontiguousarray(np.broadcast_to(frame, (stream.height, stream.width, 3)))
         picture = av.VideoFrame.from_ndarray(colored, format="rgb24")
         picture.colorspace = yuv_matrix(stream.colorspace, stream.height, stream.width)
-        picture = picture.reformat(format=stream.pix_fmt, dst_color_range=stream.color_range or LIMITED_RANGE)
+        picture = _yuv(picture, stream.pix_fmt, stream.color_range == FULL_RANGE)
         steady = number / rate
         shown = source.times[number] - source.times[0] if source.times else steady
         even = even and abs(shown - steady) <= _TIME_TOLERANCE
@@ -119,6 +121,19 @@ def _encoded(stream: Any, frames: Iterable[np.ndarray], source: FrameSource, rat
         if packet.pts == last and source.lasting:
             packet.duration = round(source.lasting / tick)
         yield packet
+
+
+def _yuv(picture: Any, form: str, full: bool) -> Any:
+    """Convert RGB. To full range by hand: FFmpeg takes half a level from both differences of colors, each time."""
+    av = require("av", "video", "writing video")
+    if full:
+        limited = picture.reformat(format="yuv444p16le", dst_color_range=LIMITED_RANGE).to_ndarray()
+        scale = np.float32([255 / 219, 255 / 224, 255 / 224])
+        exact = limited * (scale / 256) - ([16, 128, 128] * scale - np.float32([0, 128, 128]))
+        rounded, matrix = np.rint(exact).clip(0, 255).astype(np.uint8), picture.colorspace
+        picture = av.VideoFrame.from_ndarray(rounded, format="yuv444p", channel_last=True)
+        picture.colorspace, picture.color_range = matrix, FULL_RANGE
+    return picture.reformat(format=form, dst_color_range=1 + full, interpolation=_ROUNDED)
 
 
 def _carried(source: VideoFile, container: Any, lost: list[str], notes: list[str]) -> Iterator[Any]:
@@ -140,18 +155,24 @@ def _carried(source: VideoFile, container: Any, lost: list[str], notes: list[str
                     notes.append(f"{sound} does not come through in this container; .mkv takes most")
             elif stream is not video and not (chapters and stream.type == "data" and stream.name == _CHAPTER_TRACK):
                 lost.append(_named(stream))
-        if carried:
-            yield from _assigned(opened.demux([opened.streams[index] for index in carried]), carried, start, lost)
+        heard = [opened.streams[index] for index in carried]
+        begins, *earlier = ((stream.start_time or 0) * stream.time_base for stream in (video, *heard))
+        if container.format.name != "matroska" and min(earlier, default=begins) < begins - _PRIMING:
+            lost.append("sound before the first frame")  # which an edit list hides
+        if heard:
+            yield from _assigned(opened.demux(heard), carried, start, lost)
 
 
 def _texts(tagged: Any, names: Iterable[str]) -> dict[str, str]:
     """Return tags, whose bytes that are not UTF-8 are taken for Latin-1, as in many old files."""
-    return {name: tagged.metadata[name].translate(_LATIN_1) for name in names if name in tagged.metadata}
+    found = {"title": tagged.metadata.get("name"), **tagged.metadata}  # what MP4 calls a track's title
+    return {name: found[name].translate(_LATIN_1) for name in names if found.get(name)}
 
 
 def _tags(container: Any, video: Any) -> set[str]:
-    pairs = ((stream, name) for stream in (video, *container.streams.audio) for name in _STREAM_TAGS)
-    named = {f"{name} of {stream.type}" for stream, name in pairs if stream.metadata.get(name, "und") != "und"}
+    streams = (video, *container.streams.audio)
+    pairs = ((stream.type, *tag) for stream in streams for tag in _texts(stream, _STREAM_TAGS).items())
+    named = {f"{name} of {kind} ({text})" for kind, name, text in pairs if text != "und"}
     return {name.lower() for name in container.metadata} - _FILE_TAGS | named
 
 

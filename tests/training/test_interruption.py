@@ -133,7 +133,7 @@ def test_the_command_says_how_to_go_on(call: Call, clip: Path, tmp_path: Path) -
     assert call("train", "video", "--resume", run).status == 0
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_a_signal_before_the_first_step_leaves_no_run(
     call: Call, clip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, status: int
 ) -> None:

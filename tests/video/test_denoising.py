@@ -167,7 +167,7 @@ def test_an_excerpt_is_those_frames_at_their_times(call: Call, tmp_path: Path) -
         assert (
             "--frames: must be the first frame and the one after the last" in call(*words, f"--frames={given}").line()
         )
-    assert "no frames found" in call(*words, "--frames", "30:40").line()
+    assert "no frames found in 30:40" in call(*words, "--frames", "30:40").line()
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 7])

@@ -20,7 +20,7 @@ class FrameSource(ABC):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.files = [path]
+        self.files, self.where = [path], ""  # in what part of the clip, for a message
         self.frame_rate: Fraction | None = None  # a second; None where the file states none (frame folders, arrays)
         self.expected: int | None = None  # number of frames, as the file states it; None: it does not
         # What is wrong with frames that were read all the same, a line each; whole once `frames` has ended.
@@ -49,7 +49,7 @@ class FrameSource(ABC):
             yield frame
         if count < 2:
             found = "only one frame" if count else "no frames"
-            raise InputError(f"{self.path}: {found} found; a clip needs at least 2 frames")
+            raise InputError(f"{self.path}: {found} found{self.where}; a clip needs at least 2 frames")
 
 
 class Excerpt(FrameSource):
@@ -58,6 +58,7 @@ class Excerpt(FrameSource):
     def __init__(self, clip: FrameSource, start: int, stop: int) -> None:
         super().__init__(clip.path)
         self._clip, self._start, self._stop, self.frame_rate = clip, start, stop, clip.frame_rate
+        self.where = f" in {start}:{stop}"
         self.expected = stop - start if clip.expected is None else max(0, min(stop, clip.expected) - start)
 
     def _read(self) -> Iterator[tuple[str, np.ndarray]]:

@@ -25,7 +25,7 @@ _PICTURE_CODECS = frozenset({"mjpeg", "png", "bmp", "gif", "tiff", "webp"})
 EXACT = 1 << 4 | 1 << 13 | 1 << 18
 
 # Code points of ITU-T H.273, which are FFmpeg's numbers. These mean the same of primaries, transfer and matrix.
-UNSPECIFIED, LIMITED_RANGE = 2, 1
+UNSPECIFIED, LIMITED_RANGE, FULL_RANGE = 2, 1, 2
 _UNTAGGED = frozenset({0, UNSPECIFIED, 3})  # 0 and 3 are reserved; of a matrix, 0 is RGB
 _BT709, _BT601 = 1, 5
 _CONVERTIBLE = frozenset({1, 4, 5, 6, 7, 9})  # matrices that FFmpeg's scaler knows
@@ -120,7 +120,9 @@ class VideoFile(FrameSource):
                     self.notes.append(f"{where}: deinterlace it first, as with ffmpeg -vf bwdif")
 
     def _time(self, frame: Any, stream: Any) -> Fraction:
-        stamp, last = frame.dts if frame.pts is None else frame.pts, self.times[-1:]
+        # An AVI states no times of showing, and those that FFmpeg makes up are in the order of decoding.
+        decoded = frame.pts is None or stream.container.format.name == "avi"
+        stamp, last = frame.dts if decoded else frame.pts, self.times[-1:]
         following = last[0] + 1 / (self.frame_rate or DEFAULT_FRAME_RATE) if last else Fraction(0)
         time = following if stamp is None else stamp * stream.time_base + self._jumped
         if last and time < last[0] - _JUMP_SECONDS:
