@@ -129,16 +129,15 @@ class DescentCallback(_Callback):
         if kwargs.get("labels") is None and kwargs.get("shift_labels") is None:
             return args, kwargs
         items = items_in(self.layer_losses, kwargs)
-        if not training:
-            return args, {**kwargs, "num_items_in_batch": items.clamp(min=1)}
-        if self._items is None:
+        if training and self._items is None:
             self._items = mean_over_ranks(items.to(self.constraints.device))
-        return args, {**kwargs, "num_items_in_batch": self._items, "return_dict": True}
+        self.layer_losses.items = self._items if training else items.clamp(min=1)
+        return args, {**kwargs, "return_dict": True} if training else kwargs
 
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self.layer_losses.weights = None
+        self.layer_losses.weights = self.layer_losses.items = None
         if "layer_losses" in output and output["loss"].requires_grad:
-            losses = measured(output, self.constraints)
+            losses = measured(self.layer_losses, self.constraints)
             # In the backward: a training step may look at a loss, and return None.
             output["loss"].register_hook(lambda gradient: self._pending.append(losses))
 

@@ -101,8 +101,9 @@ class LossSums:
         return {**entries, f"{prefix}feasible": float(report.feasible)}, int(sums[-1].item())
 
 
-def measured(output: Mapping[str, Any], constraints: DescentConstraints) -> tuple[Tensor, Tensor]:
-    """Return the losses of a forward and their count, on the device of the constraints: a model split over devices
-    has its head on another one."""
-    losses, count = output["layer_losses"].detach(), output["layer_loss_count"]
+def measured(layer_losses: LayerLosses, constraints: DescentConstraints) -> tuple[Tensor, Tensor]:
+    """Return the losses of the last forward and their count, on the device of the constraints: a model split over
+    devices has its head on another one."""
+    assert layer_losses.measured is not None
+    losses, count = layer_losses.measured
     return losses.to(constraints.device, non_blocking=True), count.to(constraints.device, non_blocking=True)

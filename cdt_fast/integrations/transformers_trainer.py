@@ -141,7 +141,8 @@ class _DescentTrainer(Trainer):
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         # Not num_items_in_batch: some versions count it and do not hand it on.
-        items = self._items if model.training else items_in(self.layer_losses, inputs).clamp(min=1)
+        counted = self._items if model.training else items_in(self.layer_losses, inputs).clamp(min=1)
+        self.layer_losses.items = counted
         self.layer_losses.weights = self.constraints.weights() if model.training else None
         # Of TRL, which also changes the configuration, where models do not look again, and which divides it.
         factor = getattr(self, "router_aux_loss_coef", None)
@@ -149,10 +150,10 @@ class _DescentTrainer(Trainer):
             factor /= self.current_gradient_accumulation_steps
         self.layer_losses.router_factor = factor
         try:
-            output = model(**{**inputs, "return_dict": True, "num_items_in_batch": items})
+            output = model(**{**inputs, "return_dict": True})
         finally:  # outside of the trainer's own forwards the model's loss stays its own
-            self.layer_losses.weights = self.layer_losses.router_factor = None
-        losses = measured(output, self.constraints)
+            self.layer_losses.weights = self.layer_losses.router_factor = self.layer_losses.items = None
+        losses = measured(self.layer_losses, self.constraints)
         if model.training:
             self._pending.append(losses)
             self._logged.add(*losses)

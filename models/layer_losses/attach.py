@@ -92,11 +92,14 @@ class LayerLosses:
         weights: w, `[depths]`, one number for each of `taps`, negative and zero too, or None. Set it before a forward;
             a tensor that changes in place need not be set again.
         router_factor: what the loss of a mixture's routers is multiplied by, or None: by the model's own factor.
+        items: what divides `loss`, as `num_items_in_batch` does, or None. Unlike an argument, FSDP does not round it.
+        measured: `layer_losses`, detached, and `layer_loss_count` of the last forward, as `DescentConstraints.record`
+            takes them: before FSDP rounds what the head and the model return.
     """
 
     # A misspelled `weights` is an error and not a new attribute.
     __slots__ = (
-        *("_checked", "_layout", "_pooling", "_reader", "_wrapped", "layers", "model"),
+        *("_checked", "_layout", "_pooling", "_reader", "_wrapped", "items", "layers", "measured", "model"),
         *("num_constraints", "reads_tokens", "router_factor", "shifts_labels", "taps", "weights"),
     )
 
@@ -107,6 +110,8 @@ class LayerLosses:
         self._pooling = inner_pooling
         self.weights: Tensor | Sequence[float] | None = None
         self.router_factor: float | None = None
+        self.items: Tensor | float | None = None
+        self.measured: tuple[Tensor, Tensor] | None = None
         self._layout, self._reader = layout, DepthReader(layout, taps)
         self._checked: Layout | None = None  # the layout that has been compared with the model
         self._wrapped = WrappedForward(layout.model, self._forward)
@@ -115,7 +120,7 @@ class LayerLosses:
 
     def __getstate__(self) -> Any:
         # For a copy of the model, of its average say: it has its own loss, as nobody would set these of the copy.
-        unset = dict.fromkeys(("router_factor", "weights"))
+        unset = dict.fromkeys(("items", "measured", "router_factor", "weights"))
         return None, {**{name: getattr(self, name) for name in self.__slots__}, **unset}
 
     def depth_logits(self, *args: Any, **kwargs: Any) -> list[Tensor]:
@@ -144,6 +149,7 @@ class LayerLosses:
         if not reads_logits and kwargs.get("labels") is None and kwargs.get("shift_labels") is None:
             return self._wrapped.original(**kwargs)
         labels, shifted, items = (kwargs.pop(name, None) for name in ("labels", "shift_labels", "num_items_in_batch"))
+        items = self.items if items is None else items
         as_dict = kwargs.get("return_dict")
         kwargs["return_dict"] = True
         self._follow(kwargs)
@@ -154,11 +160,18 @@ class LayerLosses:
         targets, count = targets_of(labels, self._layout.classes, shift=shift, items=items)
         weights = weights_of_depths(self.weights, len(self.taps), "weights of the handle")
         whole_logits = self.reads_tokens and not self.model.training
-        form = functools.partial(self._losses, targets=targets, weights=weights)
+        exact: list[Tensor] = []
+
+        def form(head: Callable[..., Tensor], features: list[Tensor]) -> tuple[LayerwiseLosses, Tensor | None]:
+            losses, logits = self._losses(head, features, targets, weights)
+            exact.append(losses.per_depth.detach())
+            return losses, logits
+
         output, (losses, logits) = self._read(kwargs, form, whole_logits=whole_logits)
         loss = losses.total / (count if items is None else items)
         from_routers = router_loss(self.model, output, self.router_factor)
         count = count.to(loss.device, non_blocking=True)
+        self.measured = exact[0][: len(self.taps)] / count.clamp(min=1), count
         output = with_fields(
             output,
             loss=loss if from_routers is None else loss + from_routers.to(loss.device),

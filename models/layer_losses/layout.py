@@ -108,8 +108,8 @@ def _unwrapped(model: Any) -> Any:
             model = model._orig_mod
         elif hasattr(model, "get_base_model"):  # peft
             model = model.get_base_model()
-        elif isinstance(getattr(model, "module", None), nn.Module) and not hasattr(model, "config_class"):  # DDP, FSDP
-            model = model.module
+        elif isinstance(getattr(model, "module", None), nn.Module) and not hasattr(type(model), "config_class"):
+            model = model.module  # DDP, FSDP
         else:
             return model
 

@@ -212,7 +212,7 @@ class Smoothed(transformers.LlamaForCausalLM):
         if labels is not None:
             assert output.logits is not None
             logits, targets = output.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
-            output.loss = nn.functional.cross_entropy(logits, targets, label_smoothing=0.01)
+            output["loss"] = nn.functional.cross_entropy(logits, targets, label_smoothing=0.01)
         return output
 
 

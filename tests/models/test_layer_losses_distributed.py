@@ -62,7 +62,26 @@ def work(rank: int, folder: str) -> dict[str, Any]:
         found = {name: parameter.grad for name, parameter in model.named_parameters()}
         whole = {name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in found.items()}
         results[kind] = (reduced, output.loss.detach(), whole)
+    results["mixed"] = (in_mixed_precision(None), in_mixed_precision(torch.bfloat16))
     return results
+
+
+def in_mixed_precision(output_dtype: torch.dtype | None) -> tuple[Any, Tensor]:
+    """The loss and what was measured, of a batch whose items bfloat16 does not hold."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    model, batch, _ = case("fsdp2")
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=output_dtype)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (RANKS,))
+    for part in (*model.model.layers, [model.model.norm, model.lm_head], model):
+        fully_shard(part, mesh=mesh, mp_policy=policy)
+    handle = attach_layer_losses(model)
+    handle.items = torch.tensor(387.0)
+    handle.weights = [0.0] * handle.num_constraints + [1.0]
+    output = model(**batch)
+    assert handle.measured is not None
+    losses, count = handle.measured
+    return output.loss.detach(), losses * count / handle.items
 
 
 @pytest.fixture(scope="module")
@@ -84,3 +103,10 @@ def test_two_processes_are_one(kind: str, results: list[dict[str, Any]]) -> None
             torch.testing.assert_close(given, expected, rtol=1e-6, atol=1e-9)
     mean = torch.stack([result[kind][1] for result in results]).mean()
     torch.testing.assert_close(mean, alone.loss.detach(), rtol=1e-6, atol=0)
+
+
+def test_mixed_precision_rounds_no_number_of_items_nor_measured_losses(results: list[dict[str, Any]]) -> None:
+    for exact, rounded in (result["mixed"] for result in results):
+        torch.testing.assert_close(exact[0].double(), exact[1][-1].double(), rtol=1e-6, atol=0)
+        assert (rounded[0].dtype, rounded[1].dtype) == (torch.bfloat16, torch.float32)
+        torch.testing.assert_close(rounded[1], exact[1], rtol=1e-6, atol=0)
