@@ -128,8 +128,8 @@ def _yuv(picture: Any, form: str, full: bool) -> Any:
     av = require("av", "video", "writing video")
     if full:
         limited = picture.reformat(format="yuv444p16le", dst_color_range=LIMITED_RANGE).to_ndarray()
-        scale = np.float32([255 / 219, 255 / 224, 255 / 224])
-        exact = limited * (scale / 256) - ([16, 128, 128] * scale - np.float32([0, 128, 128]))
+        least, zero, scale = np.array([[16, 128, 128], [0, 128, 128], [255 / 219, 255 / 224, 255 / 224]], np.float32)
+        exact = limited * (scale / 256) - (least * scale - zero)
         rounded, matrix = np.rint(exact).clip(0, 255).astype(np.uint8), picture.colorspace
         picture = av.VideoFrame.from_ndarray(rounded, format="yuv444p", channel_last=True)
         picture.colorspace, picture.color_range = matrix, FULL_RANGE
