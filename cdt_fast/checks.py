@@ -1,7 +1,7 @@
 """Errors that a user is meant to read, and checks of single values: what was given, what is expected, what to do."""
 
 import difflib
-import importlib
+import importlib.util
 import math
 from collections.abc import Callable, Iterable
 from numbers import Integral, Real
@@ -28,7 +28,9 @@ def require(module: str, extra: str, purpose: str) -> ModuleType:
         return importlib.import_module(module)
     except ImportError as error:
         package = module.split(".")[0]
-        message = f"{purpose} needs the package '{package}', which is not installed: pip install 'cdt-fast[{extra}]'"
+        found = importlib.util.find_spec(package) is not None
+        state = f"cannot be imported ({error})" if found else "is not installed"
+        message = f"{purpose} needs the package '{package}', which {state}: pip install 'cdt-fast[{extra}]'"
         raise MissingExtra(message) from error
 
 

@@ -117,6 +117,14 @@ def test_public_names_come_when_they_are_asked_for() -> None:
         cdt_fast.DescentConstraint  # noqa: B018 # pyright: ignore[reportAttributeAccessIssue, reportUnusedExpression]
 
 
+def test_a_package_that_is_there_and_fails_is_not_called_missing(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("import what_it_needs_is_not_there")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from cdt_fast.checks import require; "
+    for name, state in (("broken", "cannot be imported (No module named 'what"), ("absent", "is not installed")):
+        result = python(code + f"require({name!r}, 'video', 'reading')")
+        assert f"reading needs the package '{name}', which {state}" in result.stderr.splitlines()[-1]
+
+
 @pytest.mark.parametrize(
     ("blocked", "call", "extra"),
     [

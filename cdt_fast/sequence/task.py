@@ -127,7 +127,8 @@ def reported(runs: Sequence[EvaluatedRun], tables: list[Table]) -> Report:
         measure=f"loss at γ {values.training_gamma:g}",
         depths=values.layer_loss,
         references={f"a guess among {choices:,}": math.log(choices)},
-        margins=values.layer_loss_margin,
+        # A single text says nothing of chance.
+        margins=values.layer_loss_margin or [math.inf] * len(values.layer_loss),
         tables=tables,
         pictures=[("Accuracy over γ", draw_accuracy)],
     )

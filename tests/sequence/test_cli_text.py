@@ -62,6 +62,8 @@ def test_train_evaluate_and_compare(
         assert ("Multipliers" in report) == (run == runs[0])
 
     first = read_json(runs[0] / "evaluation.json")
+    assert call("evaluate", runs[0], "--limit", 1).status == 0
+    assert "not better than a guess" in read_json(runs[0] / "evaluation.json")["verdict"]  # of one text
     assert call("evaluate", runs[0], "--limit", 2).status == 0
     assert read_json(runs[0] / "evaluation.json")["test_texts"] == 2 < first["test_texts"]
     answer = call("evaluate", runs[0])
