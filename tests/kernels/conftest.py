@@ -17,7 +17,7 @@ from cdt_fast.ops.common import CARDS
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--emulate",
-        choices=[name for name, card in CARDS.items() if card.family != "blackwell"],
+        choices=[name for name, card in CARDS.items() if not 100 <= card.capability < 120],  # tcgen05
         help="compile the kernels for this card and emulate it on the CPU",
     )
 

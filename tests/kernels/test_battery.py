@@ -46,7 +46,8 @@ from tests.ops.battery import (
     variant,
 )
 
-EVERY = pytest.mark.parametrize("name", OPERATORS)
+DENOISING = tuple(name for name, (op, _, _) in VARIANTS.items() if op == "denoising_layer")
+EVERY = pytest.mark.parametrize("name", [*OPERATORS, *DENOISING])
 F32 = 2.0**-23
 # Sequences, tokens, width and atoms: one, around a tile of 16, over several tiles of every table, beyond what a tile
 # holds (64 tokens, a width of 256).
@@ -64,6 +65,7 @@ QUICK_SIZES = ("ones", "several in a tile")
 FULLEST = (
     *("lista_step", "residual_linear with a bias", "symmetric_attention with all", "unrolled_layer with all"),
     *("layerwise_reconstruction_loss with all", "layerwise_cross_entropy with all"),
+    "denoising_layer with numbers of sequences",
 )
 
 
@@ -71,7 +73,7 @@ def slow_unless(quick: Sequence[str], names: Iterable[str]) -> list[Any]:
     return [pytest.param(name, marks=[pytest.mark.slow] * (name not in quick)) for name in names]
 
 
-FULLEST_FIRST = pytest.mark.parametrize("name", slow_unless(FULLEST, OPERATORS))
+FULLEST_FIRST = pytest.mark.parametrize("name", slow_unless(FULLEST, (*OPERATORS, *DENOISING)))
 
 
 def drawn(name: str, sizes: str, **changes: Any) -> Iterator[Case]:

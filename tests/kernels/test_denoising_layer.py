@@ -1,4 +1,5 @@
-"""The kernels of the denoising layer against its formulas, differentiated by torch in float64."""
+"""The launchers of the denoising layer against its formula, differentiated by torch in float64: tokens that are much
+alike, shares of blocks, and what is not needed. `test_battery.py` has the op."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from cdt_fast import ops
 from cdt_fast.kernels import denoising_layer as kernels
 from cdt_fast.kernels._common import programs_of
 from cdt_fast.ops import common
+from cdt_fast.ops.denoising_layer import _formula
 from tests.ops.battery import between_nan, generator, normal
 
 NAMES = ("Y", "v", "dW", "dE", "dD", "dt", "d(δ, κ)", "dβ", "df")
@@ -21,19 +23,6 @@ F32 = 32 * 2.0**-23  # of energies, which are sums of n large terms
 # Sequences, tokens, width, atoms: alone, several in a tile, more atoms than a chunk and one that is not full, one tile.
 SIZES = ((9, 1, 256, 256), (29, 4, 64, 100), (31, 5, 256, 512), (5, 8, 72, 256), (3, 64, 64, 72))
 QUICK = ((1, 1, 64, 100), (5, 8, 72, 104))
-
-
-def written(
-    signal: Tensor, features: Tensor, dictionary: Tensor, thresholds: Tensor, numbers: Tensor, parameters: Tensor
-) -> list[Tensor]:
-    """Y and v, by the formulas."""
-    (scale, factor), (own, sharpness) = numbers.T[..., None, None], parameters
-    energy = features @ features.mT - 0.5 * features.square().sum(-1).unsqueeze(-2)
-    attention = torch.softmax(scale * energy - own * torch.eye(signal.shape[1], dtype=signal.dtype), -1)
-    spread = attention.norm(dim=-1, keepdim=True)
-    codes = attention @ signal @ dictionary
-    gate = torch.sigmoid(sharpness * ((codes / (spread * factor * thresholds)) ** 2 - 1))
-    return [(codes * gate) @ dictionary.mT, spread.squeeze(-1) ** 2 * gate.square().sum(-1)]
 
 
 def drawn(sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
@@ -69,7 +58,7 @@ def blocks_of(table: Any, tensor: Tensor) -> dict[str, Any]:
 def results(tensors: Sequence[Tensor], upstream: Sequence[Tensor], kept: Sequence[bool]) -> list[Tensor]:
     """Y, v and the gradients of all tensors, in float64, through those of Y and v that are kept."""
     leaves = [tensor.detach().requires_grad_() for tensor in tensors]
-    outputs = written(*leaves)
+    outputs = _formula(*leaves)
     gradients = torch.autograd.grad(common.compress(outputs, kept), leaves, common.compress(upstream, kept))
     *most, of_numbers, of_parameters = gradients
     return [*(one.detach() for one in outputs), *most, of_parameters, *of_numbers.unbind(1)]
@@ -134,32 +123,6 @@ def test_shares_are_uneven() -> None:
     """What the tests above rely on."""
     for sequences, tokens, *_ in SIZES[1:3]:
         assert sequences % programs_of(sequences, tokens, 2, kernels.BLOCKS["consumer"])
-
-
-@pytest.mark.parametrize("of_sequences", [True, False])
-@pytest.mark.parametrize("needs", [True, False])
-def test_the_op_runs_on_the_kernels_with_every_gradient(
-    needs: bool, of_sequences: bool, device: torch.device, dtype: torch.dtype
-) -> None:
-    """As close to its formula in float64 as that in plain torch, but for a few roundings."""
-    *tensors, numbers, parameters, grad_tokens, grad_variance = drawn((7, 4, 64, 96), dtype, device)
-    given = [*tensors, *(numbers.unbind(1) if of_sequences else numbers[0, :1]), *parameters.unbind()]
-    names = ("scale", *(("factor",) if of_sequences else ()), "self_bias", "sharpness")
-    found = []
-    ways: list[tuple[Any, torch.dtype]] = [("triton", dtype), ("torch", dtype), ("torch", torch.float64)]
-    for backend, wanted in ways:
-        leaves = [each.detach().to(wanted, copy=True).requires_grad_(needs) for each in given]
-        with ops.use_backend(backend):
-            outputs = ops.denoising_layer(*leaves[:4], **dict(zip(names, leaves[4:], strict=True)))
-        results = list(outputs)
-        if needs:
-            upstream = [grad.to(each) for grad, each in zip((grad_tokens, grad_variance), outputs, strict=True)]
-            results += torch.autograd.grad(results, leaves, upstream)
-        assert all(each.dtype == wanted for each in results)
-        found.append([each.detach().cpu().double() for each in results])
-    for mine, plain, exact in zip(*found, strict=True):
-        allowed = 2 * (plain - exact).norm() + 4 * torch.finfo(dtype).eps * exact.norm()
-        assert (mine - exact).norm() <= allowed
 
 
 def test_thresholds_of_any_layout(device: torch.device, dtype: torch.dtype) -> None:

@@ -541,15 +541,24 @@ def assert_as_precise_as_torch(
         exact, plain, given, *moved = (
             torch.stack(each) for each in zip(*([o[index] for o in r] for r in runs), strict=True)
         )
-        if not exact.numel():
-            continue
-        assert torch.isfinite(given).all(), f"{name} is not finite"
         plain = plain.to(torch.promote_types(given.dtype, dtype))
-        for measure in (lambda t: t.square().mean().sqrt().item(), lambda t: t.abs().max().item()):
-            mine, torchs = (measure(tensor.double() - exact) for tensor in (given, plain))
-            rounding = epsilon * measure(exact) + max((measure(each - exact) for each in moved), default=0.0)
-            told = f"{name}: error {mine:.3g}, torch's {torchs:.3g}, a rounding {rounding:.3g} of {measure(exact):.3g}"
-            assert mine <= 1.5 * torchs + rounding, told
+        assert_as_precise(name, given, plain, exact, epsilon, [each - exact for each in moved])
+
+
+def assert_as_precise(
+    name: str, given: Tensor, plain: Tensor, exact: Tensor, epsilon: float, others: Sequence[Tensor] = ()
+) -> None:
+    """The error of `given` against float64 is at most 1.5 times that of `plain`, plus `epsilon` of the size, plus the
+    largest of `others`, errors that are allowed beside it; of both the root mean square and the maximum."""
+    assert given.shape == plain.shape == exact.shape, f"{name}: {tuple(given.shape)} for {tuple(exact.shape)}"
+    if not exact.numel():
+        return
+    assert torch.isfinite(given).all(), f"{name} is not finite"
+    for measure in (lambda t: t.square().mean().sqrt().item(), lambda t: t.abs().max().item()):
+        mine, torchs = (measure(tensor.double() - exact) for tensor in (given, plain))
+        rounding = epsilon * measure(exact) + max(map(measure, others), default=0.0)
+        told = f"{name}: error {mine:.3g}, torch's {torchs:.3g}, a rounding {rounding:.3g} of {measure(exact):.3g}"
+        assert mine <= 1.5 * torchs + rounding, told
 
 
 class Noted(TorchDispatchMode):
