@@ -16,7 +16,7 @@ import torch
 import cdt_fast
 from cdt_fast.checks import InputError
 from cdt_fast.files import read_json
-from cdt_fast.ops.common import cpu_has_bf16_products
+from cdt_fast.ops.products import cpu_has_bf16_products
 
 
 def describe(device: torch.device, allocator: str) -> dict[str, Any]:

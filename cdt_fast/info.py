@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import cdt_fast
-from cdt_fast.ops import common, layerwise_reconstruction_loss
+from cdt_fast.ops import common, layerwise_reconstruction_loss, products
 
 # Packages and the extra that brings each.
 _OPTIONAL = {"triton": "", "av": "video", "pillow": "video", "matplotlib": "report"}
@@ -19,18 +19,18 @@ def collect() -> dict[str, Any]:
     """Return facts by name, words and numbers only."""
     device = _said(_gpu, "cpu")
     on_gpu = device.startswith("cuda")
-    narrow = torch.cuda.is_bf16_supported(False) if on_gpu else common.cpu_has_bf16_products()
-    products = "bfloat16, with weights in float32" + " (lm: float32)" * (not on_gpu) if narrow else "float32"
+    narrow = torch.cuda.is_bf16_supported(False) if on_gpu else products.cpu_has_bf16_products()
+    multiplied = "bfloat16, with weights in float32" + " (lm: float32)" * (not on_gpu) if narrow else "float32"
     facts: dict[str, Any] = {
         "cdt_fast": cdt_fast.__version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "device": device,
-        "training multiplies in": f"{products}, by default",
+        "training multiplies in": f"{multiplied}, by default",
         "ops run on": _said(common.explain),
         "CPU threads": torch.get_num_threads(),
         "CPU instructions": torch.backends.cpu.get_cpu_capability(),
-        "CPU bf16 products": "yes" if common.cpu_has_bf16_products() else "no: bf16 will be slow on this processor",
+        "CPU bf16 products": "yes" if products.cpu_has_bf16_products() else "no: bf16 will be slow on this processor",
     }
     if facts["ops run on"].startswith("triton"):
         facts["a kernel"] = _said(_launch)

@@ -36,7 +36,8 @@ from cdt_fast.kernels._common import (
     store_rows,
     tile_scores,
 )
-from cdt_fast.ops.common import add_product, product_over_rows, rows_of
+from cdt_fast.ops.common import rows_of
+from cdt_fast.ops.products import add_product, product_over_rows
 
 _blocks = block_shapes("ROWS", "ATOMS", "COLUMNS")
 BLOCKS = {

@@ -8,7 +8,7 @@ import torch
 
 import cdt_fast
 from cdt_fast import info
-from cdt_fast.ops import common
+from cdt_fast.ops import common, products
 
 
 def test_info_says_what_is_here(call: Callable[..., Any]) -> None:
@@ -28,7 +28,7 @@ def test_info_says_what_is_here(call: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("narrow", [True, False])
 def test_info_says_what_a_training_on_this_cpu_multiplies_in(narrow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(common, "cpu_has_bf16_products", lambda: narrow)
+    monkeypatch.setattr(products, "cpu_has_bf16_products", lambda: narrow)
     expected = "bfloat16, with weights in float32 (lm: float32), by default" if narrow else "float32, by default"
     assert info.collect()["training multiplies in"] == expected
 

@@ -16,8 +16,9 @@ from cdt_fast import DescentConstraints
 from cdt_fast.bench.case import Case, Implementation, Step, Unavailable
 from cdt_fast.bench.suites.support import compilers, peer
 from cdt_fast.models import DUST, VideoUT
-from cdt_fast.ops.common import LayerNonlinearity, cpu_has_bf16_products, shrink_reference
+from cdt_fast.ops.common import LayerNonlinearity, shrink_reference
 from cdt_fast.ops.layerwise_reconstruction_loss import layerwise_reconstruction_loss_reference
+from cdt_fast.ops.products import cpu_has_bf16_products
 from cdt_fast.ops.unrolled_layer import unrolled_layer_reference
 from cdt_fast.training import optimizer as training
 

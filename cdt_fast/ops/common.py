@@ -1,25 +1,21 @@
-"""Shared by the ops: GPUs and block shapes, the choice of a backend, argument checks, padding, shrinkage, products."""
+"""Shared by the ops: GPUs and block shapes, the choice of a backend, argument checks, padding, shrinkage."""
 
 import contextlib
 import functools
 import importlib
 import importlib.util
-import inspect
 import math
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self, TypeVar, get_args
 
 import torch
 from torch import Tensor
 from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch.autograd import forward_ad
-from torch.nn.grad import conv2d_weight
 from torch.torch_version import TorchVersion
-from torch.utils._pytree import tree_map_only
 
 from cdt_fast.checks import InputError, check_choice, check_non_negative, check_number
 
@@ -327,135 +323,6 @@ def _is_transformed(tensor: Tensor) -> bool:
     return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
 
 
-def define(name: str, function: Callable[..., Any], fake: Callable[..., Any], schema: str | None = None) -> Any:
-    """Define the operator `torch.ops.cdt_fast.<name>` with the shapes that `fake` makes of tensors without values. The
-    schema is by default that of the annotations of `function`, which are strings; types may be written as there."""
-    if schema is None:
-        signature = inspect.signature(function)
-        arguments = ", ".join(f"{parameter.annotation} {name}" for name, parameter in signature.parameters.items())
-        schema = f"({arguments}) -> {signature.return_annotation}"
-    for pattern, replacement in _SCHEMA_TYPES:
-        schema = re.sub(pattern, replacement, schema)
-    operator = torch.library.custom_op(f"cdt_fast::{name}", function, mutates_args=(), schema=schema)
-    operator.register_fake(fake)
-    return operator
-
-
-_SCHEMA_TYPES = (
-    *((r"common\.\w+", "str"), (r"torch\.dtype", "ScalarType"), (r"\bint\b", "SymInt"), (r" \| None", "?")),
-    *((r"list\[(\w+)\??\]", r"\1[]"), (r"tuple\[(.*)\]$", r"(\1)")),
-)
-
-
-def differentiable(
-    name: str, forward: Any, fake: Any, setup_context: Any, backward: Any, schema: str | None = None
-) -> Callable[..., Any]:
-    """Make an op that can be differentiated once, a function of the arguments of `forward`: in plain eager mode an
-    autograd function, else the operator `name` as in `define`. `backward` is called with at least one gradient, and
-    returns those of the first inputs."""
-
-    def prepare(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.set_materialize_grads(False)
-        setup_context(ctx, inputs, output)
-
-    def whole_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        missing = all(grad is None for grad in grads if not isinstance(grad, list))
-        with torch.no_grad():
-            found = () if missing else tuple(backward(ctx, *grads))
-        others = ctx.needs_input_grad[len(found) :]
-        found += tuple([None] * len(needs) if isinstance(needs, list) else None for needs in others)
-        if not torch.is_grad_enabled():
-            return found
-        # Recorded for a second derivative, which is an error that names the op.
-        sources = *grads, *ctx.saved_tensors
-        return tree_map_only(Tensor, lambda gradient: _Once.apply(name, gradient, *sources), found)
-
-    operator = define(name, forward, fake, schema)
-    operator.register_autograd(whole_backward, setup_context=prepare)
-
-    def direct_forward(ctx: Any, *inputs: Any) -> Any:
-        output = forward(*inputs)
-        prepare(ctx, inputs, output)
-        return output
-
-    # An autograd function sees no tensor in a list: it takes them one by one, and how many they are.
-    def flat_forward(ctx: Any, lengths: Sequence[int | None], *flat: Any) -> Any:
-        ctx.needs_input_grad = _nested(lengths, ctx.needs_input_grad[1:])
-        output = direct_forward(ctx, *_nested(lengths, flat))
-        return output if isinstance(output, Tensor) else tuple(_flat(output))
-
-    def flat_backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        return None, *_flat(whole_backward(ctx, *grads))
-
-    lists = "Tensor[]" in str(operator._opoverload._schema)
-    run, differentiate = (flat_forward, flat_backward) if lists else (direct_forward, whole_backward)
-    methods = {"forward": staticmethod(run), "backward": staticmethod(differentiate)}
-    direct: Any = type(name, (torch.autograd.Function,), methods)
-
-    def call(*arguments: Any) -> Any:
-        tensors = _tensors_in(arguments)
-        if not is_plain_eager(*tensors):
-            return operator(*arguments)
-        if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
-            return forward(*arguments)
-        if not lists:
-            return direct.apply(*arguments)
-        return direct.apply([len(one) if isinstance(one, list) else None for one in arguments], *_flat(arguments))
-
-    return call
-
-
-def gradients_of(op: str, like: Callable[..., Sequence[Tensor | None]]) -> Callable[..., Callable[..., Any]]:
-    """Decorate what returns the gradients of an op, one for each input; `needs`, its last argument, says which count.
-    Except in plain eager mode it is the operator `<op>_backward`, whose results have the shapes and dtypes of `like`.
-    """
-
-    def decorate(function: Callable[..., Sequence[Tensor | None]]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def needed(*arguments: Any) -> list[Tensor]:
-            return compress(function(*arguments), arguments[-1])
-
-        def fake(*arguments: Any) -> list[Tensor]:
-            return [tensor.new_empty(tensor.shape) for tensor in compress(like(*arguments), arguments[-1])]
-
-        operator = define(f"{op}_backward", needed, fake)
-
-        def call(*arguments: Any) -> list[Tensor | None]:
-            run = needed if is_plain_eager(*_tensors_in(arguments)) else operator
-            return scatter(run(*arguments), arguments[-1])
-
-        return call
-
-    return decorate
-
-
-def _flat(values: Sequence[Any]) -> list[Any]:
-    return [one for value in values for one in (value if isinstance(value, list) else (value,))]
-
-
-def _nested(lengths: Sequence[int | None], values: Sequence[Any]) -> list[Any]:
-    """Undo `_flat`; a length is None for what was no list."""
-    found = iter(values)
-    return [next(found) if length is None else [next(found) for _ in range(length)] for length in lengths]
-
-
-def _tensors_in(arguments: Sequence[Any]) -> list[Tensor]:
-    return [one for one in _flat(arguments) if isinstance(one, Tensor)]
-
-
-class _Once(torch.autograd.Function):
-    """A gradient that depends on its sources, and has no derivative."""
-
-    @staticmethod
-    def forward(ctx: Any, op: str, gradient: Tensor, *sources: Any) -> Tensor:
-        ctx.op = op
-        return gradient.view_as(gradient)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        raise InputError(f"{ctx.op} can be differentiated once; for a second derivative use its reference formula")
-
-
 @_constant  # torch 2.11 compiles no call of it
 def _has_autocast(kind: str) -> bool:
     return torch.amp.is_autocast_available(kind)
@@ -705,131 +572,6 @@ def held(threshold: float, dtype: torch.dtype) -> float:
     return min(threshold, torch.finfo(dtype).max)
 
 
-# Products
-
-# Bytes of a float32 product of narrower factors that is computed before it is added to a sum.
-PRODUCT_BYTES = {"cpu": 4 * 2**20, "cuda": 256 * 2**20}
-
-
-def cpu_has_bf16_products() -> bool:
-    """Return whether the processor has instructions that multiply bfloat16 matrices."""
-    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
-def wide_product(left: Tensor, right: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-    """Return `left right`, `[B, n, m]` from `[B, n, k]` and `[B, k, m]`, in `dtype`, which is at least theirs, without
-    rounding to theirs in between. On a GPU tensor cores multiply narrow factors as they are."""
-    if left.device.type != "cpu" and left.dtype != dtype:
-        return torch.bmm(left, right, out_dtype=dtype, **({} if out is None else {"out": out}))
-    return torch.bmm(left.to(dtype), right.to(dtype), out=out)
-
-
-# Multiplications and width from which a convolution takes half of the time where MKL is slow, and bytes of what oneDNN
-# reorders up to which it does.
-LEAST_CONVOLVED, NARROWEST_CONVOLVED, LARGEST_CONVOLVED = 2**23, 32, 16 * 2**20
-
-
-@functools.cache
-def _mkl_is_slow() -> bool:
-    """Return whether torch's float32 products run at half of the processor's peak: MKL's on AMD's AVX-512."""
-    if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
-        return False
-    processor = Path("/proc/cpuinfo")
-    amd = processor.exists() and "AuthenticAMD" in processor.read_text()
-    return amd and torch.backends.cpu.get_cpu_capability() == "AVX512"
-
-
-def is_convolved(factor: Tensor) -> bool:
-    """Return whether products of many rows are faster by oneDNN, as a convolution of single pixels, than by MKL."""
-    return factor.dtype == torch.float32 and factor.device.type == "cpu" and _mkl_is_slow()
-
-
-def convolves(left: Tensor, right: Tensor, reordered: int | None = None) -> bool:
-    """Return whether a convolution is the faster way to `left right`, or `leftᵀ right`; oneDNN puts so many numbers
-    (those of `right`) into an order of its own."""
-    numbers = right.numel() if reordered is None else reordered
-    enough = left.numel() * right.shape[1] > LEAST_CONVOLVED and 4 * numbers <= LARGEST_CONVOLVED
-    return enough and is_convolved(left) and min(*left.shape, *right.shape) >= NARROWEST_CONVOLVED
-
-
-def _as_pixels(rows: Tensor) -> Tensor:
-    """View `[rows, width]` as an image of one line, `[1, width, 1, rows]`, channels last."""
-    return rows.view(1, 1, *rows.shape).permute(0, 3, 1, 2)
-
-
-def product_of_rows(
-    rows: Tensor, matrix: Tensor, added: Tensor | None = None, alpha: float = 1.0, out: Tensor | None = None
-) -> Tensor:
-    """Return `rows matrix`, or `added + α rows matrix`, `[rows, m]` from `[rows, n]` and `[n, m]`; where it helps, in
-    `out`, which may be `added`."""
-    if not convolves(rows, matrix) or not rows.is_contiguous():
-        if added is None:
-            return torch.mm(rows, matrix, out=out)
-        return torch.addmm(added, rows, matrix, alpha=alpha, out=out)
-    if matrix.is_contiguous() and len(rows) < max(matrix.shape):
-        product = torch.conv2d(matrix[None, :, None], rows[..., None, None])[0, :, 0]
-    else:
-        pixels = torch.conv2d(_as_pixels(rows), matrix.mT.contiguous()[..., None, None])
-        product = pixels.permute(0, 2, 3, 1).reshape(rows.shape[0], matrix.shape[1])
-    return product if added is None else torch.add(added, product, alpha=alpha, out=product)
-
-
-def product_over_rows(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `leftᵀ right`, `[n, m]` from `[rows, n]` and `[rows, m]`, in `dtype`: the gradient of a weight, summed in
-    at least float32 and, where cuBLAS can, written in float32 without rounding to 16 bits in between."""
-    if left.device.type != "cpu" and left.element_size() == 2 and dtype == torch.float32:
-        return torch.mm(left.mT, right, out_dtype=dtype)
-    if len(left) < right.shape[1] and convolves(left, right):
-        return product_of_rows(left.mT.contiguous(), right).to(dtype)
-    shape = left.shape[1], right.shape[1], 1, 1
-    if convolves(left, right, shape[0] * shape[1]) and left.is_contiguous() and right.is_contiguous():
-        return conv2d_weight(_as_pixels(right), shape, _as_pixels(left))[..., 0, 0].to(dtype)
-    return torch.mm(left.mT, right).to(dtype)
-
-
-def add_product(total: Tensor, left: Tensor, right: Tensor, overwrite: bool = False) -> None:
-    """Do `total += leftᵀ right`, `[n, m]` from `[rows, n]` and `[rows, m]`; a total of at least their dtype. With
-    `overwrite` whatever stands in the total, NaN too, does not count."""
-    if not total.is_contiguous():  # columns first
-        total, left, right = total.mT, right, left
-    wider: dict[str, Any] = {} if total.dtype == right.dtype else {"out_dtype": total.dtype}
-    convolved = convolves(left, right, min(total.numel(), right.numel()))
-    if not convolved and (not wider or _adds_in_float32(right.device, right.dtype)):
-        torch.addmm(total, left.mT, right, beta=0 if overwrite else 1, out=total, **wider)
-        return
-    parts = -(-total.nbytes // budget(PRODUCT_BYTES, right))
-    size = max(1, -(-len(total) // max(1, parts)))
-    # A CPU has no product of narrow factors with a float32 result: there it is rounded once.
-    dtype = right.dtype if right.device.type == "cpu" else total.dtype
-    for part, columns in zip(total.split(size), left.split(size, 1), strict=True):
-        product = product_over_rows(columns, right, dtype)
-        part.copy_(product) if overwrite else part.add_(product)
-
-
-@functools.cache
-def _adds_in_float32(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether torch adds a product of narrow factors to a float32 sum in one call: tried once."""
-    if device.type != "cuda":
-        return device.type == "meta"
-    ones, total = torch.ones(16, 16, dtype=dtype, device=device), torch.ones(16, 16, device=device)
-    try:
-        torch.addmm(total, ones.mT, ones, alpha=0.5, out=total, out_dtype=torch.float32)
-    except (RuntimeError, TypeError, NotImplementedError):
-        return False
-    return bool((total == 9.0).all())
-
-
 def budget(of_bytes: Mapping[str, int], tensor: Tensor) -> int:
     """Return the number for the device of the tensor, of those for "cpu" and "cuda"."""
     return of_bytes["cpu" if tensor.device.type == "cpu" else "cuda"]
-
-
-def compress(gradients: Sequence[Tensor | None], needs: Sequence[bool]) -> list[Tensor]:
-    """Return the gradients that are needed, as an operator does."""
-    return [gradient for gradient, need in zip(gradients, needs, strict=True) if need and gradient is not None]
-
-
-def scatter(gradients: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor | None]:
-    """Undo `compress`: None where no gradient is needed."""
-    found = iter(gradients)
-    return [next(found) if need else None for need in needs]

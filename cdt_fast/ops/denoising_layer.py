@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cdt_fast.ops import common
+from cdt_fast.ops import common, operators
 from cdt_fast.ops.unrolled_layer import for_card, unfused_reason
 
 
@@ -179,7 +179,7 @@ def _forward_fake(signal: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(signal), signal.new_empty(signal.shape[:2])
 
 
-@common.gradients_of("denoising_layer", lambda *arguments: arguments[:6])
+@operators.gradients_of("denoising_layer", lambda *arguments: arguments[:6])
 @common.outside_autocast
 def _gradients(
     signal: Tensor,
@@ -207,8 +207,8 @@ def _gradients(
         leaves = [tensor.detach().requires_grad_() for tensor in tensors]
         outputs = _formula(*leaves)
     kept = [grad is not None for grad in (grad_tokens, grad_variance)]
-    grads = common.compress((grad_tokens, grad_variance), kept)
-    return list(torch.autograd.grad(common.compress(outputs, kept), leaves, grads))
+    grads = operators.compress((grad_tokens, grad_variance), kept)
+    return list(torch.autograd.grad(operators.compress(outputs, kept), leaves, grads))
 
 
 def _backward(ctx: Any, *grads: Tensor | None) -> list[Tensor | None]:
@@ -216,6 +216,6 @@ def _backward(ctx: Any, *grads: Tensor | None) -> list[Tensor | None]:
     return _gradients(*ctx.saved_tensors, *upstream, list(ctx.needs_input_grad))
 
 
-_layer = common.differentiable(
+_layer = operators.differentiable(
     *("denoising_layer", _forward, _forward_fake), lambda ctx, inputs, output: ctx.save_for_backward(*inputs), _backward
 )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cdt_fast.checks import InputError, check_choice, check_integer, check_number, check_positive
-from cdt_fast.ops import common
+from cdt_fast.ops import common, operators, products
 
 # Bytes of a chunk's logits: enough rows for the products to run at full speed (on a GPU thousands, also for a
 # vocabulary of 128,256), and little beside the gradients.
@@ -454,12 +454,12 @@ class _Head:
     def logits(self, x: Tensor) -> Tensor:
         """Return `x Wᵀ + b`, `[rows, padded V]`, in memory that the next call may overwrite."""
         matrix = self.weight.mT
-        if common.convolves(x, matrix):
-            return common.product_of_rows(x, matrix, self._bias)
+        if products.convolves(x, matrix):
+            return products.product_of_rows(x, matrix, self._bias)
         if self._buffer is None or self._buffer.shape[0] < x.shape[0]:
             self._buffer = x.new_empty(x.shape[0], self.weight.shape[0])
         out = self._buffer[: x.shape[0]]
-        return common.product_of_rows(x, matrix, self._bias, out=out)
+        return products.product_of_rows(x, matrix, self._bias, out=out)
 
     def sweep(
         self,
@@ -610,7 +610,7 @@ class _Gradients:
             for depth, need, one in zip(hidden, options.needs_hidden, on, strict=True)
         ]
         # A convolution takes the wider factor as it is, and finds the gradient columns first.
-        turned = weight.shape[0] > weight.shape[1] and common.is_convolved(weight)
+        turned = weight.shape[0] > weight.shape[1] and products.is_convolved(weight)
         size = weight.shape[::-1] if turned else weight.shape
         of_weight = weight.new_empty(size, dtype=self._wide) if options.needs_weight else None
         self._of_weight = of_weight.mT if turned and of_weight is not None else of_weight
@@ -621,7 +621,7 @@ class _Gradients:
     def add(self, chunk: _Chunk, gradient: Tensor, x: Tensor) -> None:
         """Add a chunk: the gradient of its logits `[rows, padded V]`, and its states `[rows, d]`."""
         if self._of_weight is not None:
-            common.add_product(self._of_weight, gradient, x, overwrite=self._is_new)
+            products.add_product(self._of_weight, gradient, x, overwrite=self._is_new)
             self._is_new = False
         if self._of_bias is not None:
             self._of_bias.add_(gradient.sum(0, dtype=self._wide))
@@ -632,7 +632,7 @@ class _Gradients:
         alone = len(outputs) == 1 and isinstance(index, slice) and first is not None and first.dtype == gradient.dtype
         into = first[index] if alone and first is not None else None
         # One product for all depths, which reads the weight once.
-        product = common.product_of_rows(gradient, self._weight, out=into)
+        product = products.product_of_rows(gradient, self._weight, out=into)
         if product is into:
             return
         for output, own in zip(outputs, product.chunk(len(outputs)), strict=True):
@@ -747,7 +747,7 @@ def _gradients(
 
 def _empty_gradients(hidden: Sequence[Tensor], weight: Tensor, options: _Options, dtype: torch.dtype) -> list[Tensor]:
     """Make the gradients that are needed; those of the head are of this dtype."""
-    found = [depth.new_empty(depth.shape) for depth in common.compress(hidden, options.needs_hidden)]
+    found = [depth.new_empty(depth.shape) for depth in operators.compress(hidden, options.needs_hidden)]
     shapes = [weight.shape] * options.needs_weight + [weight.shape[:1]] * options.needs_bias
     return found + [weight.new_empty(shape, dtype=dtype) for shape in shapes]
 
@@ -803,17 +803,17 @@ def _backward(ctx: Any, grad_total: Tensor | None, grad_per_depth: Tensor | None
         differentiate = _gradients if plain else _gradients_operator
         found = differentiate(factors, kept, hidden, weight, bias, targets, class_weights, *options)
     needs = [*options.needs_hidden, options.needs_weight, options.needs_bias]
-    *of_hidden, of_weight, of_bias = common.scatter(found, needs)
+    *of_hidden, of_weight, of_bias = operators.scatter(found, needs)
     return of_hidden, of_weight, of_bias
 
 
 _HEAD = "Tensor weight, Tensor? bias, Tensor[] targets, Tensor? class_weights"
 _OPTIONS = ", ".join(f"{kind.__forward_arg__} {name}" for name, kind in _Options.__annotations__.items())
-_losses = common.differentiable(
+_losses = operators.differentiable(
     *("layerwise_cross_entropy", _forward, _forward_fake, _setup_context, _backward),
     f"(Tensor[] hidden, {_HEAD}, Tensor? depth_weights, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor[])",
 )
-_gradients_operator = common.define(
+_gradients_operator = operators.define(
     "layerwise_cross_entropy_backward",
     _gradients,
     lambda _, kept, hidden, weight, *others: _empty_gradients(hidden, weight, _Options(*others[3:]), weight.dtype),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cdt_fast.checks import InputError, check_choice
-from cdt_fast.ops import common
+from cdt_fast.ops import common, operators
 
 # Numbers that plain torch takes at a time. With fewer the calls of torch cost most, with more the memory does; on a GPU
 # without the kernel the launches cost most.
@@ -94,7 +94,7 @@ def _forward_fake(reconstructions: list[Tensor], target: Tensor, *others: Any) -
     return target.new_empty(len(reconstructions), dtype=_widest(reconstructions))
 
 
-@common.gradients_of("layerwise_reconstruction_loss", lambda grad, target, _, depths, *others: (*depths, target))
+@operators.gradients_of("layerwise_reconstruction_loss", lambda grad, target, _, depths, *others: (*depths, target))
 @common.outside_autocast
 def _gradients(
     grad: Tensor,  # [depths], of the losses
@@ -214,4 +214,4 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[list[Tensor | None], Tensor | Non
     return of_depths, of_target
 
 
-_losses = common.differentiable("layerwise_reconstruction_loss", _forward, _forward_fake, _setup_context, _backward)
+_losses = operators.differentiable("layerwise_reconstruction_loss", _forward, _forward_fake, _setup_context, _backward)

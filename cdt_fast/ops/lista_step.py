@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cdt_fast.ops import common
+from cdt_fast.ops import common, operators, products
 
 
 def lista_step(
@@ -85,8 +85,8 @@ def _forward(
             tensors = codes.contiguous(), signal.contiguous(), dictionary.contiguous()
             next_codes, kept = kernels.forward(*tensors, step, threshold, nonlinearity, keep_residual, blocks)
             return next_codes, signal.new_empty((0, signal.shape[1])) if kept is None else kept
-    residual = common.product_of_rows(codes, dictionary.mT, signal, alpha=-1.0)
-    update = common.product_of_rows(residual, dictionary, codes, alpha=step)
+    residual = products.product_of_rows(codes, dictionary.mT, signal, alpha=-1.0)
+    update = products.product_of_rows(residual, dictionary, codes, alpha=step)
     next_codes = common.shrink_(update, threshold, nonlinearity)
     return next_codes, residual if keep_residual else residual.new_empty((0, residual.shape[1]))
 
@@ -95,7 +95,7 @@ def _forward_fake(codes: Tensor, signal: Tensor, *others: Any) -> tuple[Tensor, 
     return codes.new_empty(codes.shape), codes.new_empty((signal.shape[0] if others[-2] else 0, signal.shape[1]))
 
 
-@common.gradients_of(
+@operators.gradients_of(
     "lista_step",
     lambda grad, output, dictionary, *others: (output, output.new_empty(len(output), len(dictionary)), dictionary),
 )
@@ -122,17 +122,17 @@ def _gradients(
             parts = kernels.backward(*tensors, step, nonlinearity, needs_codes, needs_dictionary, blocks)
     if parts is None:
         grad_update = common.shrink_backward(grad_output, output, nonlinearity)
-        parts = None, common.product_of_rows(grad_update, atoms.mT).mul_(step), grad_update
+        parts = None, products.product_of_rows(grad_update, atoms.mT).mul_(step), grad_update
     grad_codes, grad_residual, grad_update = parts
     if codes is not None and residual is not None and grad_update is not None:
         # dD = step · Rᵀ dU − dRᵀ H, each product in float32 where the card can write it.
         wide = torch.promote_types(dictionary.dtype, torch.float32)
-        grad_dictionary = common.product_over_rows(residual, grad_update, wide).mul_(step)
-        grad_dictionary.sub_(common.product_over_rows(grad_residual, codes, wide))
+        grad_dictionary = products.product_over_rows(residual, grad_update, wide).mul_(step)
+        grad_dictionary.sub_(products.product_over_rows(grad_residual, codes, wide))
         grad_dictionary = grad_dictionary.to(dictionary.dtype)
     if needs_codes and grad_codes is None and grad_update is not None:
         # In place of dU: on a CPU a fresh tensor of that size can cost as much as the product.
-        grad_codes = common.product_of_rows(grad_residual, atoms, grad_update, alpha=-1.0, out=grad_update)
+        grad_codes = products.product_of_rows(grad_residual, atoms, grad_update, alpha=-1.0, out=grad_update)
     return [grad_codes, grad_residual, grad_dictionary]
 
 
@@ -149,4 +149,4 @@ def _backward(ctx: Any, grad_output: Tensor, _: None) -> list[Tensor | None]:
     return _gradients(grad_output, *ctx.saved_tensors, *options)
 
 
-_step = common.differentiable("lista_step", _forward, _forward_fake, _setup_context, _backward)
+_step = operators.differentiable("lista_step", _forward, _forward_fake, _setup_context, _backward)

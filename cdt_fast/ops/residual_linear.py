@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cdt_fast.checks import InputError, check_choice
-from cdt_fast.ops import common
+from cdt_fast.ops import common, operators, products
 
 
 def residual_linear(
@@ -84,7 +84,7 @@ def _forward(
         with common.or_plain_torch("residual_linear", x) as kernels:
             blocks = common.blocks_for(kernels.BLOCKS, x)
             return kernels.forward(x, weight, residual, alpha, threshold, nonlinearity, blocks)
-    update = common.product_of_rows(x, weight, residual.to(x.dtype), alpha)
+    update = products.product_of_rows(x, weight, residual.to(x.dtype), alpha)
     return common.shrink_(update, threshold, nonlinearity)
 
 
@@ -98,7 +98,7 @@ def _like(grad: Tensor, _: Any, x: Tensor | None, weight: Tensor | None, dtype: 
     return [of_x, of_weight, grad]
 
 
-@common.gradients_of("residual_linear", _like)
+@operators.gradients_of("residual_linear", _like)
 @common.outside_autocast
 def _gradients(
     grad_output: Tensor,  # [rows, m]
@@ -114,9 +114,9 @@ def _gradients(
     grad_update = grad_output if output is None else common.shrink_backward(grad_output, output, nonlinearity)
     grad_x = grad_weight = None
     if weight is not None:
-        grad_x = common.product_of_rows(grad_update, weight.to(grad_update.dtype).mT).mul_(alpha)
+        grad_x = products.product_of_rows(grad_update, weight.to(grad_update.dtype).mT).mul_(alpha)
     if x is not None:
-        grad_weight = common.product_over_rows(x, grad_update, weight_dtype).mul_(alpha)
+        grad_weight = products.product_over_rows(x, grad_update, weight_dtype).mul_(alpha)
     if output is None and needs[2]:
         grad_update = grad_output.clone(memory_format=torch.contiguous_format)
     return [grad_x, grad_weight, grad_update]
@@ -139,4 +139,4 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | No
     return grad_x, grad_weight, rows
 
 
-_linear = common.differentiable("residual_linear", _forward, _forward_fake, _setup_context, _backward)
+_linear = operators.differentiable("residual_linear", _forward, _forward_fake, _setup_context, _backward)

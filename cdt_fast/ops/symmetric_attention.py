@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cdt_fast.checks import InputError
-from cdt_fast.ops import common
+from cdt_fast.ops import common, operators, products
 
 # On a CPU the attention of a call is kept for its backward if it has no more bytes: computing it again takes longer.
 KEPT_BYTES = 64 * 2**20
@@ -138,7 +138,7 @@ def _forward_fake(
     return output, log_sum_exp, output.new_empty(output.shape if _keeps_remainder(z, keeps) else (0,))
 
 
-@common.gradients_of("symmetric_attention", lambda grad_output, z, values, *others: (z, values))
+@operators.gradients_of("symmetric_attention", lambda grad_output, z, values, *others: (z, values))
 @common.outside_autocast
 def _gradients(
     grad_output: Tensor,  # [B, T, k], contiguous
@@ -181,7 +181,7 @@ def _backward(ctx: Any, grad_output: Tensor, *_: None) -> list[Tensor | None]:
     return _gradients(grad_output.contiguous(), *ctx.saved_tensors, *options)
 
 
-_attention = common.differentiable("symmetric_attention", _forward, _forward_fake, _setup_context, _backward)
+_attention = operators.differentiable("symmetric_attention", _forward, _forward_fake, _setup_context, _backward)
 
 
 def _packed(z: Tensor) -> bool:
@@ -237,7 +237,7 @@ def _panel(tensor: Tensor, batch: slice, rows: slice) -> Tensor:
 
 
 def _multiplies_narrow(z: Tensor) -> bool:
-    return z.dtype == torch.bfloat16 and z.device.type == "cpu" and common.cpu_has_bf16_products()
+    return z.dtype == torch.bfloat16 and z.device.type == "cpu" and products.cpu_has_bf16_products()
 
 
 def _dtype_of_attention(z: Tensor, energy: bool) -> torch.dtype:
@@ -336,7 +336,7 @@ def attention_matrix(
     else:
         # A factor of the tokens costs less than one of the scores; but 16 bits would round it.
         early = scale if z.dtype == out.dtype else 1.0
-        common.wide_product(some if early == 1.0 else some * early, z.mT, out.dtype, out=out)
+        products.wide_product(some if early == 1.0 else some * early, z.mT, out.dtype, out=out)
     if scale != early:
         out *= scale
     if energy:
@@ -352,7 +352,7 @@ def attention_matrix(
 def grad_of_attention(given: Tensor, values: Tensor, output: Tensor, dtype: torch.dtype) -> Tensor:
     """Return `dO Vᵀ`, `[B, rows, T]`, from dO, V and O, less any number a row: `softmax_backward_` is blind to it."""
     if given.dtype != torch.bfloat16 or given.device.type != "cpu":
-        return common.wide_product(given, values.mT, dtype)
+        return products.wide_product(given, values.mT, dtype)
     # Less the mean that the softmax's gradient subtracts: where the values of a sequence are much alike, rounding the
     # product would lose what remains.
     mean = (given * output).sum(-1, keepdim=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cdt_fast.checks import InputError
-from cdt_fast.ops import common
+from cdt_fast.ops import common, operators, products
 from cdt_fast.ops.layerwise_reconstruction_loss import layerwise_reconstruction_loss, squared_errors
 from cdt_fast.ops.residual_linear import residual_linear
 from cdt_fast.ops.symmetric_attention import (
@@ -272,7 +272,7 @@ def _forward_fake(
     )
 
 
-@common.gradients_of("unrolled_layer", lambda *arguments: arguments[:5])
+@operators.gradients_of("unrolled_layer", lambda *arguments: arguments[:5])
 @common.outside_autocast
 def _gradients(
     signal: Tensor,
@@ -316,13 +316,13 @@ def _gradients(
     padding = common.padding_mask(lengths, signal)
     grad_dictionary = grad_next_dictionary = None
     if residual is not None:
-        grad_dictionary = common.product_over_rows(common.rows_of(residual), common.rows_of(update), dictionary.dtype)
+        grad_dictionary = products.product_over_rows(common.rows_of(residual), common.rows_of(update), dictionary.dtype)
     if grad_next is not None and (needs_dictionary if tied else needs_next_dictionary):
         rows = common.rows_of(common.without_padding(grad_next, padding)), common.rows_of(next_codes)
         if next_dictionary is not None:
-            grad_next_dictionary = common.product_over_rows(*rows, next_dictionary.dtype)
+            grad_next_dictionary = products.product_over_rows(*rows, next_dictionary.dtype)
         elif grad_dictionary is not None:
-            common.add_product(grad_dictionary, *rows)
+            products.add_product(grad_dictionary, *rows)
     elif next_dictionary is not None and needs_next_dictionary:
         grad_next_dictionary = next_dictionary.new_zeros(next_dictionary.shape)  # a loss of known weight zero
     if not projection_given and grad_projection is not None:
@@ -330,7 +330,7 @@ def _gradients(
         if grad_codes is not None:
             common.rows_of(grad_codes).addmm_(rows, low)
         if grad_dictionary is not None and codes is not None:
-            common.add_product(grad_dictionary, rows, common.rows_of(common.without_padding(codes, padding)))
+            products.add_product(grad_dictionary, rows, common.rows_of(common.without_padding(codes, padding)))
     return [grad_signal, grad_codes, grad_dictionary, grad_projection, grad_next_dictionary]
 
 
@@ -357,7 +357,7 @@ def _backward(
     return _gradients(*ctx.saved_tensors, *upstream, *options)
 
 
-_whole_layer = common.differentiable("unrolled_layer", _forward, _forward_fake, _setup_context, _backward)
+_whole_layer = operators.differentiable("unrolled_layer", _forward, _forward_fake, _setup_context, _backward)
 
 
 def _is_lean(layer: _Layer) -> bool:
@@ -469,6 +469,6 @@ def _without_padding(layer: _Layer) -> tuple[Tensor | None, Tensor | None, Tenso
 
 def _product_of_tokens(tokens: Tensor, matrix: Tensor, added: Tensor | None = None) -> Tensor:
     """Return `tokens matrix`, or `tokens matrix + added`, for tokens `[B, T, width]`."""
-    rows = common.product_of_rows(common.rows_of(tokens), matrix, None if added is None else common.rows_of(added))
+    rows = products.product_of_rows(common.rows_of(tokens), matrix, None if added is None else common.rows_of(added))
     # No view, which an operator could not return to be changed in place.
     return torch.ops.aten._unsafe_view(rows, [*tokens.shape[:-1], matrix.shape[1]])

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cdt_fast.checks import InputError
-from cdt_fast.ops.common import cpu_has_bf16_products
+from cdt_fast.ops.products import cpu_has_bf16_products
 from cdt_fast.training.settings import RunSettings
 from cdt_fast.training.task import Task, Workload
 

@@ -20,7 +20,7 @@ from torch.nn.functional import adaptive_avg_pool2d, avg_pool2d, interpolate
 from cdt_fast.checks import InputError, check_integer, check_number, printable
 from cdt_fast.files import replaced_atomically, try_lock
 from cdt_fast.models import DenoisingDUST, DenoisingViT
-from cdt_fast.ops.common import cpu_has_bf16_products
+from cdt_fast.ops.products import cpu_has_bf16_products
 from cdt_fast.progress import progress_bar
 from cdt_fast.tasks import open_run
 from cdt_fast.training.execution import disable_malloc_trim

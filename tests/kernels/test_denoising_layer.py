@@ -14,7 +14,7 @@ from torch import Tensor
 from cdt_fast import ops
 from cdt_fast.kernels import denoising_layer as kernels
 from cdt_fast.kernels._common import programs_of
-from cdt_fast.ops import common
+from cdt_fast.ops import common, operators
 from cdt_fast.ops.denoising_layer import _formula
 from tests.ops.battery import between_nan, generator, normal
 
@@ -59,7 +59,7 @@ def results(tensors: Sequence[Tensor], upstream: Sequence[Tensor], kept: Sequenc
     """Y, v and the gradients of all tensors, in float64, through those of Y and v that are kept."""
     leaves = [tensor.detach().requires_grad_() for tensor in tensors]
     outputs = _formula(*leaves)
-    gradients = torch.autograd.grad(common.compress(outputs, kept), leaves, common.compress(upstream, kept))
+    gradients = torch.autograd.grad(operators.compress(outputs, kept), leaves, operators.compress(upstream, kept))
     *most, of_numbers, of_parameters = gradients
     return [*(one.detach() for one in outputs), *most, of_parameters, *of_numbers.unbind(1)]
 

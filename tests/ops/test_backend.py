@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cdt_fast import ops
 from cdt_fast.checks import InputError
-from cdt_fast.ops import common
+from cdt_fast.ops import common, products
 from cdt_fast.ops.lista_step import lista_step_reference
 
 
@@ -271,28 +271,28 @@ def test_on_hopper_narrow_layers_are_composed_and_unaligned_tensors_copied(
 def test_products_of_rows_are_exact_by_convolutions_too(
     convolves: bool, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(common, "_mkl_is_slow", lambda: convolves)
-    monkeypatch.setattr(common, "LEAST_CONVOLVED", 1)
-    monkeypatch.setattr(common, "NARROWEST_CONVOLVED", 1)
-    monkeypatch.setitem(common.PRODUCT_BYTES, "cpu", 4 * 3 * 11)  # of sums: three rows at a time
+    monkeypatch.setattr(products, "_mkl_is_slow", lambda: convolves)
+    monkeypatch.setattr(products, "LEAST_CONVOLVED", 1)
+    monkeypatch.setattr(products, "NARROWEST_CONVOLVED", 1)
+    monkeypatch.setitem(products.PRODUCT_BYTES, "cpu", 4 * 3 * 11)  # of sums: three rows at a time
     left, right, total = torch.randn(rows, 5), torch.randn(rows, 11), torch.randn(5, 11)
     matrix, added = torch.randn(11, 5).mT, torch.randn(rows, 11)
     calls = []
     monkeypatch.setattr(torch, "conv2d", lambda *args, of=torch.conv2d: calls.append(args) or of(*args))
     summed, turned, written = total.clone(), total.mT.contiguous().mT, torch.full_like(total, float("nan"))
-    common.add_product(summed, left, right)
-    common.add_product(turned, left, right)
-    common.add_product(written, left, right, overwrite=True)
+    products.add_product(summed, left, right)
+    products.add_product(turned, left, right)
+    products.add_product(written, left, right, overwrite=True)
     wide, product = left.double().mT @ right.double(), left.double() @ matrix.double()
     pairs = [
-        (common.product_of_rows(left, matrix), product),
-        (common.product_of_rows(left, matrix.contiguous(), added, alpha=-0.5), added.double() - 0.5 * product),
-        (common.product_of_rows(left, matrix, added[0]), added[0].double() + product),
-        (common.product_over_rows(left, right, torch.float32), wide),
+        (products.product_of_rows(left, matrix), product),
+        (products.product_of_rows(left, matrix.contiguous(), added, alpha=-0.5), added.double() - 0.5 * product),
+        (products.product_of_rows(left, matrix, added[0]), added[0].double() + product),
+        (products.product_over_rows(left, right, torch.float32), wide),
         (summed, total.double() + wide),
         (turned, total.double() + wide),
         (written, wide),
-        (common.product_of_rows(left, matrix, out := added.clone(), out=out), added.double() + product),
+        (products.product_of_rows(left, matrix, out := added.clone(), out=out), added.double() + product),
     ]
     for found, expected in pairs:
         torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)

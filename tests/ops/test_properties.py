@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cdt_fast import ops
 from cdt_fast.models.dictionary import overcomplete_dct, squared_spectral_norm
-from cdt_fast.ops import common
+from cdt_fast.ops import products
 from cdt_fast.ops.soft_threshold import soft_threshold_reference
 from cdt_fast.ops.symmetric_attention import attention_matrix, symmetric_attention_reference
 from tests.ops.battery import (
@@ -224,7 +224,7 @@ def test_scores_of_many_narrow_tokens_have_no_sum_with_their_transpose(name: str
 def test_many_tokens_in_bfloat16(
     op: str, extras: tuple[str, ...], scale: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(common, "cpu_has_bf16_products", lambda: True)
+    monkeypatch.setattr(products, "cpu_has_bf16_products", lambda: True)
     options = {"tokens": 70, "width": 40, "scale": scale, **({"threshold": 0.0} if op == "unrolled_layer" else {})}
     drawn = (build(op, *extras, seed=seed, **options) for seed in itertools.count())
     assert_as_precise_as_torch(drawn, torch.bfloat16)
@@ -380,7 +380,7 @@ def test_autocast_rounds_no_gradient_of_a_bias_in_between() -> None:
 def test_scores_of_bfloat16_are_exact_where_weights_are_large(
     tokens: int, energy: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(common, "cpu_has_bf16_products", lambda: True)  # else the factors are made wide
+    monkeypatch.setattr(products, "cpu_has_bf16_products", lambda: True)  # else the factors are made wide
     draw = generator(0)
     # Much alike and of norm 20: their scores, of 400, differ by little, and bfloat16 would round them by up to 1.
     z = (20 * torch.randn(64, generator=draw) / 8 + 0.3 * torch.randn(2, tokens, 64, generator=draw)).bfloat16()
