@@ -8,6 +8,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 
 from cdt_fast.checks import InputError, MissingExtra, printable
 from cdt_fast.training.interruption import Interrupted, on_signals
@@ -61,7 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _say(message: str) -> None:
-    print("cdt-fast: " + printable(" ".join(message.split())), file=sys.stderr)
+    with suppress(OSError):  # of a terminal that was closed
+        print("cdt-fast: " + printable(" ".join(message.split())), file=sys.stderr)
 
 
 def _terminate(number: int, _: object) -> None:

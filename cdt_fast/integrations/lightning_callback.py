@@ -132,6 +132,7 @@ class DescentCallback(_Callback):
         if training and self._items is None:
             self._items = mean_over_ranks(items.to(self.constraints.device))
         self.layer_losses.items = self._items if training else items.clamp(min=1)
+        kwargs = {**kwargs, "num_items_in_batch": None}
         return args, {**kwargs, "return_dict": True} if training else kwargs
 
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:

@@ -20,8 +20,11 @@ def on_signals(handler: Callable[[int, Any], object], *numbers: int) -> Iterator
     """Call `handler` at these signals while the block runs, but for SIGHUP under nohup; only the main thread can."""
     if threading.current_thread() is not threading.main_thread():
         numbers = ()
-    ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()
-    previous = {number: signal.signal(number, handler) for number in numbers if number not in ignored}
+    previous = {
+        number: signal.signal(number, handler)
+        for number in numbers
+        if signal.getsignal(number) != signal.SIG_IGN or number != signal.SIGHUP
+    }
     try:
         yield
     finally:

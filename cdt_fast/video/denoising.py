@@ -167,8 +167,8 @@ class Denoising:
 
 def _with_scene(frames: Iterable[np.ndarray]) -> Iterator[tuple[int, np.ndarray]]:
     """Yield the number of the scene with each frame. A cut changes areas, in which noise averages out, far more than
-    the three frames before and after it do: not so a flash, fast motion, or motion with each frame repeated."""
-    scene, near = 0, 3
+    a dozen frames before and after it do: not so a flash, fast motion, or motion with each frame repeated."""
+    scene, near = 0, 12
     areas: Tensor | None = None
     held, changes = deque[np.ndarray](), deque([0.0] * (2 * near + 1), 2 * near + 1)
     for number, frame in enumerate(chain(frames, [None] * near)):
@@ -176,7 +176,9 @@ def _with_scene(frames: Iterable[np.ndarray]) -> Iterator[tuple[int, np.ndarray]
         if frame is not None:
             held.append(frame)
             green = (frame if frame.ndim == 2 else frame[..., frame.shape[-1] // 2]).astype(np.float32)
-            areas = adaptive_avg_pool2d(torch.from_numpy(green)[None], 16) / (LEVELS if frame.dtype == np.uint8 else 1)
+            rows, columns = (min(16, -(-side // 8)) for side in green.shape)
+            areas = adaptive_avg_pool2d(torch.from_numpy(green)[None], (rows, columns))
+            areas /= LEVELS if frame.dtype == np.uint8 else 1
         changes.append(0.0 if former is None or areas is None else (areas - former).abs().mean().item())
         if number >= near:
             *_, second, first = sorted(changes)
@@ -292,7 +294,8 @@ def denoise_video(
     with replaced_atomically(target) as temporary, temporary.open("rb") as locked:
         try_lock(locked)
         written, notes = write_video(temporary, target, denoising.frames(shown), frames)
-        check_target(target, Path(source), overwrite)  # another process may have written it
+        if not overwrite:  # another process may have written it
+            check_target(target, Path(source), overwrite)
     found = float(np.median(denoising.found)) if denoising.found else None
     least, greatest = settings.noise
     if denoising.depth == 0 and settings.crops:

@@ -1,6 +1,7 @@
 """Writing frames as a playable video that is shown, and sounds, like the source they come from."""
 
 import errno
+import functools
 import glob
 import io
 from collections.abc import Iterable, Iterator
@@ -37,7 +38,7 @@ _ENCODING = {"crf": "16", "preset": "veryfast", "trellis": "1", "x264-params": "
 
 
 def check_target(target: Path, source: Path, overwrite: bool) -> None:
-    """Raise InputError for a file that cannot be written, before anything is computed."""
+    """Raise InputError for a file that cannot be written."""
     if target.suffix.lower() not in CONTAINERS:
         given = f"ends in {target.suffix}" if target.suffix else "has no suffix"
         raise InputError(f"{target}: {given}; the suffix names the container, one of {', '.join(CONTAINERS)}")
@@ -123,16 +124,21 @@ def _encoded(stream: Any, frames: Iterable[np.ndarray], source: FrameSource, rat
         yield packet
 
 
+@functools.cache
+def _full_levels() -> np.ndarray:
+    """Return the levels of full range, uint8 `[3, 65536]`, for each of limited range in 16 bits."""
+    least, zero, scale = np.array([[16, 128, 128], [0, 128, 128], [255 / 219, 255 / 224, 255 / 224]])[..., None]
+    return np.rint((np.arange(2**16) / 256 - least) * scale + zero).clip(0, 255).astype(np.uint8)
+
+
 def _yuv(picture: Any, form: str, full: bool) -> Any:
     """Convert RGB. To full range by hand: FFmpeg takes half a level from both differences of colors, each time."""
     av = require("av", "video", "writing video")
     if full:
         limited = picture.reformat(format="yuv444p16le", dst_color_range=LIMITED_RANGE).to_ndarray()
-        least, zero, scale = np.array([[16, 128, 128], [0, 128, 128], [255 / 219, 255 / 224, 255 / 224]], np.float32)
-        exact = limited * (scale / 256) - (least * scale - zero)
-        rounded, matrix = np.rint(exact).clip(0, 255).astype(np.uint8), picture.colorspace
-        picture = av.VideoFrame.from_ndarray(rounded, format="yuv444p", channel_last=True)
-        picture.colorspace, picture.color_range = matrix, FULL_RANGE
+        planes = np.stack([level[limited[..., plane]] for plane, level in enumerate(_full_levels())])
+        converted = av.VideoFrame.from_ndarray(planes, format="yuv444p")
+        converted.colorspace, converted.color_range, picture = picture.colorspace, FULL_RANGE, converted
     return picture.reformat(format=form, dst_color_range=1 + full, interpolation=_ROUNDED)
 
 
@@ -156,8 +162,8 @@ def _carried(source: VideoFile, container: Any, lost: list[str], notes: list[str
             elif stream is not video and not (chapters and stream.type == "data" and stream.name == _CHAPTER_TRACK):
                 lost.append(_named(stream))
         heard = [opened.streams[index] for index in carried]
-        begins, *earlier = ((stream.start_time or 0) * stream.time_base for stream in (video, *heard))
-        if container.format.name != "matroska" and min(earlier, default=begins) < begins - _PRIMING:
+        begins = [stream.start_time * stream.time_base for stream in heard if stream.start_time is not None]
+        if container.format.name != "matroska" and min(begins, default=start) < start - _PRIMING:
             lost.append("sound before the first frame")  # which an edit list hides
         if heard:
             yield from _assigned(opened.demux(heard), carried, start, lost)

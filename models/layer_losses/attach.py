@@ -92,7 +92,8 @@ class LayerLosses:
         weights: w, `[depths]`, one number for each of `taps`, negative and zero too, or None. Set it before a forward;
             a tensor that changes in place need not be set again.
         router_factor: what the loss of a mixture's routers is multiplied by, or None: by the model's own factor.
-        items: what divides `loss`, as `num_items_in_batch` does, or None. Unlike an argument, FSDP does not round it.
+        items: what divides `loss` where a forward is given no `num_items_in_batch`, until it is set to None again. FSDP
+            does not round it, as it rounds arguments.
         measured: `layer_losses`, detached, and `layer_loss_count` of the last forward, as `DescentConstraints.record`
             takes them: before FSDP rounds what the head and the model return.
     """

@@ -60,6 +60,11 @@ class Twice(Module):
         return super().training_step(batch, batch_idx) + super().training_step(batch, batch_idx)
 
 
+class OwnItems(Module):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.model(**batch, num_items_in_batch=100).loss
+
+
 class ByPosition(Module):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self.model(batch["input_ids"], None, None, None, None, batch["labels"]).loss
@@ -111,9 +116,10 @@ def fit(
     return trainer, history
 
 
-def test_it_is_the_loop_written_out(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [Module, OwnItems])
+def test_it_is_the_loop_written_out(tmp_path: Path, kind: type[Module]) -> None:
     # Five rows: the last step of an epoch has one micro-batch where the others have two.
-    descent, module = DescentCallback(ASCENT), Module()
+    descent, module = DescentCallback(ASCENT), kind()
     _, history = fit(tmp_path, descent, module)
     multipliers, losses, weights = expected_run([[0, 1], [2, 3], [4]] * 2, count=5)
     stepped = [1, 3, 4, 6, 8, 9]

@@ -16,6 +16,7 @@ import torch
 
 from cdt_fast.checks import InputError
 from cdt_fast.training.checkpoint import load_checkpoint
+from cdt_fast.training.interruption import on_signals
 from cdt_fast.training.loop import Interrupted, Trainer
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.video import task as video_task
@@ -56,6 +57,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, tiny_config: Config) -> dict
         ("constrained", [3, 8, 25], signal.SIGTERM),
         ("ascent", [4, 20], signal.SIGINT),
         ("plain", [12], signal.SIGTERM),
+        ("plain", [2], signal.SIGHUP),
     ],
 )
 def test_a_run_that_a_signal_stopped_resumes_bit_for_bit(
@@ -131,6 +133,15 @@ def test_the_command_says_how_to_go_on(call: Call, clip: Path, tmp_path: Path) -
         f"cdt-fast: stopped by SIGTERM after step 2; continue with: cdt-fast train video --resume '{run}'"
     )
     assert call("train", "video", "--resume", run).status == 0
+
+
+def test_what_nohup_ignores_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with on_signals(lambda *_: pytest.fail("a signal was handled"), signal.SIGHUP):
+            signal.raise_signal(signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])

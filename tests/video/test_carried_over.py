@@ -77,10 +77,11 @@ def test_the_last_frame_is_shown_as_long(tmp_path: Path, suffix: str) -> None:
 
 
 def test_an_avi_has_even_times_whatever_the_order_of_decoding(tmp_path: Path) -> None:
-    path = encode(tmp_path / "in.avi", scrolling_clip(12, 24, 40), "libx264", rate=10, options={"bf": "2"})
-    denoised(path, tmp_path / "out.mkv")
-    times, _ = times_and_sound(tmp_path / "out.mkv")
-    assert times == pytest.approx([number / 10 for number in range(12)], abs=0.002)
+    source = open_source(
+        encode(tmp_path / "in.avi", scrolling_clip(12, 24, 40), "libx264", rate=10, options={"bf": "2"})
+    )
+    assert len(list(source.frames())) == 12
+    assert [time - source.times[0] for time in source.times] == [Fraction(number, 10) for number in range(12)]
 
 
 def flash_and_beep(path: Path) -> tuple[int, float, float]:
@@ -131,7 +132,8 @@ def test_sound_stays_with_the_first_frame_that_is_shown(
     count, flash, beep = flash_and_beep(source)
     assert 20 < count < 40
     told = denoised(source, tmp_path / f"out{suffix}")
-    assert told["notes"] == []
+    cut_off = suffix == ".mp4" and (first, cut) == ("0.45", "0")  # it begins .35 s before what can be decoded
+    assert told["notes"] == ["does not come through: sound before the first frame"] * cut_off
     found, flash_written, beep_written = flash_and_beep(tmp_path / f"out{suffix}")
     assert (found, beep_written - flash_written) == (count, pytest.approx(beep - flash, abs=0.003))
 

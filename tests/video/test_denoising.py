@@ -26,7 +26,7 @@ from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.video import writing
 from cdt_fast.video.data import open_source, to_patches
 from cdt_fast.video.data.crops import to_opponent
-from cdt_fast.video.denoising import Denoising, _with_scene
+from cdt_fast.video.denoising import Denoising, _with_scene, denoise_video
 from cdt_fast.video.networks import SHIPPED, build_network, load_network
 from cdt_fast.video.settings import VideoSettings
 from cdt_fast.video.task import build, load
@@ -153,6 +153,23 @@ def test_frames_in_memory_are_denoised_as_those_of_a_file(tmp_path: Path) -> Non
             cdt_fast.denoise(gray, sigma=sigma)
 
 
+def test_notes_of_a_file_are_warnings_in_python(tmp_path: Path) -> None:
+    path = encode(tmp_path / "in.mkv", scrolling_clip(40, 32, 48))
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.warns(UserWarning, match="may be damaged or cut short"):
+        cdt_fast.denoise(path)
+
+
+def test_a_file_that_appears_meanwhile_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, target = encode(tmp_path / "in.mkv", scrolling_clip(8, 32, 48)), tmp_path / "out.mp4"
+    original = Denoising.frames
+    monkeypatch.setattr(Denoising, "frames", lambda *given: (target.write_text("mine"), original(*given))[1])
+    settings = VideoSettings.chosen({})
+    with pytest.raises(InputError, match=r"out\.mp4: exists already"):
+        denoise_video(build_network(settings), settings, source, target)
+    assert (target.read_text(), [path.name for path in tmp_path.iterdir() if "tmp" in path.name]) == ("mine", [])
+
+
 def test_an_excerpt_is_those_frames_at_their_times(call: Call, tmp_path: Path) -> None:
     frames = np.repeat(scrolling_clip(20, 16, 24)[..., None], 3, 3)
     source, target = encode(tmp_path / "in.mkv", frames, "ffv1", "bgr0"), tmp_path / "out.mp4"
@@ -217,11 +234,17 @@ def test_windows_end_at_a_cut(cut: int) -> None:
     torch.testing.assert_close(denoising.luma(noisy), expected, atol=0, rtol=0)
 
 
-@pytest.mark.parametrize("repeated", [1, 2, 3])
+@pytest.mark.parametrize("repeated", [1, 3, 6, 12])
 def test_a_flash_and_fast_motion_are_no_cuts(repeated: int) -> None:
     clip = scrolling_clip(180, 64, 64)[::9].repeat(repeated, 0)
-    clip[7] = 255
+    clip[7:9] = 255
     assert {scene for scene, _ in _with_scene(clip)} == {0}
+
+
+@pytest.mark.parametrize("side", [1, 2, 8, 32])
+def test_noise_of_two_frames_is_no_cut(side: int) -> None:
+    noise = np.random.default_rng(0).normal(128, 25 if side > 8 else 5, (2, side, side, 3))
+    assert {scene for scene, _ in _with_scene(noise.astype(np.uint8))} == {0}
 
 
 @pytest.mark.parametrize("few", [False, True])

@@ -20,7 +20,8 @@ class FrameSource(ABC):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.files, self.where = [path], ""  # in what part of the clip, for a message
+        self.files = [path]
+        self.where = ""  # in what part of the clip, for a message
         self.frame_rate: Fraction | None = None  # a second; None where the file states none (frame folders, arrays)
         self.expected: int | None = None  # number of frames, as the file states it; None: it does not
         # What is wrong with frames that were read all the same, a line each; whole once `frames` has ended.

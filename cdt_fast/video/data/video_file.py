@@ -7,6 +7,7 @@ frame counts are wrong in others (682 written, 341 there). What could be decoded
 from collections.abc import Iterator
 from contextlib import contextmanager
 from fractions import Fraction
+from heapq import heappop, heappush
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,7 @@ class VideoFile(FrameSource):
         interlaced = damaged_packets = damaged_frames = others_end = 0
         due: list[Fraction] = []  # times of the packets that are to be shown
         missing: list[str] = []
+        entered: list[int] = []  # times of an AVI, which FFmpeg may have made up in the order of decoding; a heap
         with self.opened() as container:
             stream = self.stream(container)
             stream.thread_type = "AUTO"
@@ -91,6 +93,8 @@ class VideoFile(FrameSource):
                             others_end = max(others_end, (packet.pts + (packet.duration or 0)) * packet.time_base)
                         continue
                     damaged_packets += packet.is_corrupt
+                    if container.format.name == "avi" and packet.pts is not None:
+                        heappush(entered, packet.pts)
                     if packet.pts is not None and not packet.is_discard:
                         due.append(packet.pts * packet.time_base)
                     try:
@@ -98,11 +102,13 @@ class VideoFile(FrameSource):
                     except ValueError:  # invalid data; a recording of a live stream begins between two key frames
                         if self.times:
                             raise
+                        entered.clear()
                         continue
                     for frame in frames:
                         damaged_frames += frame.is_corrupt
                         interlaced += frame.interlaced_frame
-                        self.times.append(self._time(frame, stream))
+                        stamp = frame.dts if frame.pts is None else frame.pts
+                        self.times.append(self._time(heappop(entered) if entered else stamp, stream))
                         self.lasting = (frame.duration or 0) * stream.time_base
                         yield f"frame {len(self.times) - 1}", self._shown(frame, stream)
                 missing += self._missing(container, stream, due, others_end) if len(self.times) > 1 else []
@@ -119,10 +125,8 @@ class VideoFile(FrameSource):
                     where = f"{self.path}: is interlaced in {interlaced} of {count} frames"
                     self.notes.append(f"{where}: deinterlace it first, as with ffmpeg -vf bwdif")
 
-    def _time(self, frame: Any, stream: Any) -> Fraction:
-        # An AVI states no times of showing, and those that FFmpeg makes up are in the order of decoding.
-        decoded = frame.pts is None or stream.container.format.name == "avi"
-        stamp, last = frame.dts if decoded else frame.pts, self.times[-1:]
+    def _time(self, stamp: int | None, stream: Any) -> Fraction:
+        last = self.times[-1:]
         following = last[0] + 1 / (self.frame_rate or DEFAULT_FRAME_RATE) if last else Fraction(0)
         time = following if stamp is None else stamp * stream.time_base + self._jumped
         if last and time < last[0] - _JUMP_SECONDS:
