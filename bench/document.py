@@ -30,7 +30,7 @@ all suites take an hour on two cores, most of it for torch.compile.
 - Every time is forward and backward together; in the suite "step" also the optimizer and the multipliers.
 - An implementation is timed if it agrees with the formula. All of a case take turns, and a ratio is the median over the
   rounds of two times of one round, so that a drift of the machine's speed cancels. Above 1, `cdt_fast` is faster.
-- The baseline is eager torch unless the case says otherwise. The best peer is the fastest of torch.compile, the
+- The baseline is eager torch unless the case says otherwise. The best peer is the fastest measured of torch.compile,
   libraries that run there, and eager torch with the same trick: "by the identity" projects once per layer, "flattened"
   puts all depths into one product.
 - MiB: peak memory allocated during a step, minus what stays allocated between steps; the baseline's in brackets.
@@ -44,8 +44,8 @@ Case = Mapping[str, Any]
 def line_of(case: Case) -> str:
     """A line on a case: `cdt_fast` beside the baseline and the best peer, and what failed or was wrong."""
     time, over_eager, best, peak = _figures(case, "")
-    found = [f"{time}, {over_eager} x baseline, {best and f'{best}, '}{peak} MiB"] if time else []
-    found += [f"{name} {remark}" for name, remark in _remarks([case]) if not remark.startswith("unavailable")]
+    found = [f"{time}, {over_eager and f'{over_eager} x baseline, '}{best and f'{best}, '}{peak} MiB"] if time else []
+    found += [f"{name} {remark}" for name, remark in untimed([case]) if not remark.startswith("unavailable")]
     return f"{case['case']}: {'; '.join(found)}"
 
 
@@ -70,7 +70,7 @@ def _mebibytes(one: Case) -> str:
     return "" if one.get("peak_bytes") is None else f"{one['peak_bytes'] / 2**20:,.1f}"
 
 
-def _remarks(cases: Sequence[Case]) -> list[tuple[str, str]]:
+def untimed(cases: Sequence[Case]) -> list[tuple[str, str]]:
     """Names of implementations that were not timed, with the reason."""
     every = (named for case in cases for named in case["implementations"].items())
     return [(name, f"{one['status']}: {one['reason']}") for name, one in every if one["status"] != "timed"]
@@ -85,7 +85,7 @@ def document(results: Mapping[str, Mapping[str, Any]], links: str = "") -> str:
         notes = list(dict.fromkeys(case["note"] for case in cases if case["note"]))
         lines += [f"![{title}]({links}{Path(name).stem}.png)", "", as_markdown(table_of(cases, notes)), ""]
         groups: dict[str, Counter[str]] = defaultdict(Counter)
-        for implementation, remark in _remarks(cases):
+        for implementation, remark in untimed(cases):
             groups[remark][implementation] += 1
         remarks = [f"- {', '.join(f'{one} ({n})' for one, n in of.items())}: {why}" for why, of in groups.items()]
         for some in filter(None, ([f"{number}. {note}" for number, note in enumerate(notes, 1)], remarks)):
@@ -171,6 +171,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks.md"), help="file (docs/benchmarks.md)")
     options = parser.parse_args()
     paths = sorted(options.results.glob("*.json"))
+    if not paths:
+        parser.error(f"there are no results in {options.results}")
     files = {path: file for path in paths if (file := read(path))["size"] != "toy"}
     for path, file in files.items():
         draw(path.with_suffix(".png"), file)

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from cdt_fast.bench import results_file
-from cdt_fast.bench.document import line_of, table_of
+from cdt_fast.bench.document import line_of, table_of, untimed
 from cdt_fast.bench.measure import measure
 from cdt_fast.bench.suites import SUITES
 from cdt_fast.checks import InputError, check_integer
@@ -62,7 +62,11 @@ def run_command(options: argparse.Namespace) -> int:
             case = replace(case, implementations=tuple(few))
         found.append(measure(case, device, options.repeats))
         path, contents = files[case.suite]
-        results_file.add(contents, found[-1], run, [case.name for case in suites[case.suite]])
+        known = next((one for one in contents["cases"] if one["case"] == case.name), None)
+        if options.quick and known and known["implementations"].keys() - found[-1]["implementations"].keys():
+            print(f"{path} keeps its measurement, of more peers", file=sys.stderr)
+        else:
+            results_file.add(contents, found[-1], run, [case.name for case in suites[case.suite]])
         if options.out:
             write_json(path, contents)
             options.hint = f"; what was measured so far is in {shlex.quote(str(folder))}"
@@ -71,6 +75,9 @@ def run_command(options: argparse.Namespace) -> int:
         gc.collect()  # the tensors of a case hang on closures that know each other
     if options.quick:
         print(as_text(table_of(found)))
+        for name, remark in untimed(found):
+            if not remark.startswith("unavailable"):
+                print(f"{name} {remark}")
     every = [one for case in found for one in case["implementations"].values()]
     if missing := dict.fromkeys(one["reason"] for one in every if one["status"] == "unavailable"):
         print("unavailable here:", "; ".join(missing))

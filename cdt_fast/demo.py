@@ -114,6 +114,7 @@ def _timed(clip: str | None, out: Path, number: int) -> tuple[str, Table, list[s
         found.append(measure(replace(case, implementations=few), device, 3))
     shape = ", ".join(f"{name} {size}" for name, size in cases[0].shape.items())
     table = [[f"training step ({shape})", "time", "x eager", "MiB at the peak"]]
-    table += [*rows_of(found[0]), *rows_of(found[1])[1:]]  # the baseline of both is that in float32
+    rows = rows_of(found[0])
+    table += rows + [row for row in rows_of(found[1]) if row[0] not in [known for known, *_ in rows]]
     words = "Forward, backward, optimizer and multipliers, measured here and now. More cases: `cdt-fast bench --quick`."
     return "The speed of a training step", table, [page.paragraph(words)]

@@ -119,7 +119,8 @@ def evaluate(options: argparse.Namespace) -> None:
     from cdt_fast.video import comparison
     from cdt_fast.video.denoising import open_denoiser
 
-    command = shlex.join(["cdt-fast", "evaluate", *filter(None, [options.folder]), "--clips", *options.clips])
+    words = [*filter(None, [options.folder]), "--clips", *options.clips, *(["--out", out] if options.out else [])]
+    command = shlex.join(["cdt-fast", "evaluate", *words])
     found = comparison.compare_denoisers(*open_denoiser(options.folder)[:2], comparison.read_clips(options.clips))
     print(as_text(comparison.as_table(found)), flush=True)
     comparison.write_report(out, found, command)

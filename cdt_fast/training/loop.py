@@ -223,6 +223,8 @@ class Trainer:
             entry["weights"] = self.constraints.weights().tolist()
         if self.settings.constrained:
             entry["multipliers"] = self.constraints.multipliers.tolist()
+            if (pressing := self.constraints.bound_multipliers) is not None:
+                entry["bound_multipliers"] = pressing.tolist()
             entry["slacks"] = self.constraints.slacks.tolist()
             entry["skipped_updates"] = int(self.constraints.skipped_updates)
         return entry

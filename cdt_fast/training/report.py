@@ -92,14 +92,16 @@ def remarks(runs: Sequence[EvaluatedRun]) -> list[str]:
 
 def descent_table(runs: Sequence[EvaluatedRun]) -> Table:
     """Return the held-out loss of depth 0 and L, the ratio of each layer, the worst, and the ratios of samples."""
-    layers, depths = max((run.evaluation.layers, depths_of(run)) for run in runs)
-    ratios = [f"ℓ_{after}/ℓ_{before}" for before, after in pairwise(depths)]
+    known = [dict(zip(pairwise(depths_of(run)), run.evaluation.layer_ratio, strict=True)) for run in runs]
+    pairs = sorted({pair for ratios in known for pair in ratios}, key=lambda pair: pair[::-1])
+    begins = {f"ℓ_{depths_of(run)[0]}" for run in runs}
     names = ["ℓ_L", "worst", "of samples: mean ratio", "median", "descending"]
-    rows = [["held-out descent", f"ℓ_{depths[0]}", *ratios, *names]]
-    for run in runs:
+    begin = "first ℓ" if len(begins) > 1 else begins.pop()
+    rows = [["held-out descent", begin, *(f"ℓ_{after}/ℓ_{before}" for before, after in pairs), *names]]
+    for run, own in zip(runs, known, strict=True):
         values, report, samples = run.evaluation, run.evaluation.report, run.evaluation.per_sample
         first, *_, last = (f"{loss:.3g}" for loss in values.layer_loss)
-        ratios = [formatted(ratio, ".3f") for ratio in values.layer_ratio] + [""] * (layers - values.layers)
+        ratios = [formatted(own.get(pair), ".3f") for pair in pairs]
         worst = "" if report.worst_violation is None else f"{report.worst_violation:+.1%} at {report.worst_layer}"
         means = [formatted(value, ".3f") for value in (samples.mean_ratio, samples.median_ratio)]
         rows.append([run.label, first, *ratios, last, worst, *means, formatted(samples.descending_fraction, ".1%")])
@@ -180,7 +182,9 @@ def loss_over_depth(runs: Sequence[EvaluatedRun]) -> Any:
     for number, run in enumerate(runs):
         values = run.evaluation
         # A violation is what a loss is above its bound.
-        triples = zip(depths_of(run), values.layer_loss, values.violation, strict=True)
+        violations = [values.violation, values.report.bound_violation or [None] * len(values.violation)]
+        worst = [max((one for one in both if one is not None), default=None) for both in zip(*violations, strict=True)]
+        triples = zip(depths_of(run), values.layer_loss, worst, strict=True)
         allowed = [(depth, loss - above) for depth, loss, above in triples if above is not None]
         if values.constrained and allowed:
             axis.plot(*zip(*allowed, strict=True), "--", color=COLORS[number % len(COLORS)])
@@ -219,6 +223,9 @@ def _multipliers(runs: Sequence[EvaluatedRun]) -> Any:
             color, style = COLORS[number % len(COLORS)], _STYLES[number // len(COLORS) % len(_STYLES)]
             width = 1.5 + 3 * (1 - number / layers)  # multipliers of the same value, zero mostly, are all seen
             axis.plot(steps, values, style, color=color, linewidth=width, label=rf"$\lambda_{{{depth}}}$")
+            if depth in (run.settings.constraints.bounds or {}) and "bound_multipliers" in entries[0]:
+                values = [entry["bound_multipliers"][number] for entry in entries]
+                axis.plot(steps, values, ":", color=color, linewidth=width, label=rf"bound $\mu_{{{depth}}}$")
         axis.set(xlabel="step", ylabel="multiplier", title=as_drawn(run.label))
         add_legend(axis, columns=3)
     return figure

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,15 @@ def test_a_quick_run_is_one_table_and_leaves_no_file(
     call("bench", "--quick", "--suite=step", "--device=cpu", "--out=here")
     (one,) = results(tmp_path / "here", "step", "")["cases"]
     assert len(one["implementations"]["eager"]["seconds"]) == 3
+    # In the place of all peers it does not stand, and it says what failed.
+    call("bench", "--suite=step", "--device=cpu", "--repeats=1", "--out=here")
+    broken = replace(case, implementations=(*case.implementations[:-1], Implementation("cdt_fast", "ours", fails)))
+    monkeypatch.setattr("cdt_fast.bench.run.SUITES", {"step": lambda *_: iter([broken])})
+    answer = call("bench", "--quick", "--suite=step", "--device=cpu", "--out=here")
+    assert "keeps its measurement, of more peers" in answer.err
+    assert "cdt_fast failed: RuntimeError: no such kernel" in answer.out
+    (one,) = results(tmp_path / "here", "step", "")["cases"]
+    assert len(one["implementations"]["eager"]["seconds"]) == 1
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -124,6 +124,11 @@ def test_the_table_of_descent_shows_held_out_ratios_and_blanks_where_none_is_kno
     for row, run in zip(rows, runs, strict=True):
         assert row[2:4] == [f"{ratio:.3f}" for ratio in run.evaluation.layer_ratio]
         assert row[5].startswith("-") == run.evaluation.feasible
+    # Of other depths, each ratio in a column of its own.
+    runs[1].evaluation.report.depths = [1, 2, 4]
+    header, *rows = report.descent_table(runs)
+    assert header[1:7] == ["first ℓ", "ℓ_1/ℓ_0", "ℓ_2/ℓ_1", "ℓ_4/ℓ_2", "ℓ_L", "worst"]
+    assert [[cell == "" for cell in row[2:5]] for row in rows] == [[False, False, True], [True, False, False]]
     run = runs[0]
     run.evaluation.layer_ratio = [None, 0.5]
     for name in ("mean_ratio", "median_ratio", "descending_fraction", "quantiles"):
@@ -131,6 +136,19 @@ def test_the_table_of_descent_shows_held_out_ratios_and_blanks_where_none_is_kno
     run.evaluation.report.worst_violation = None
     assert "None" not in as_text(report.descent_table([run]))
     assert report._ratios([run]) is None
+
+
+def test_bounds_are_drawn_with_their_multipliers(trained: Any) -> None:
+    run = open_evaluated(trained.constrained)
+    run.settings.constraints.bounds = {2: 0.5}
+    run.evaluation.report.bound_violation = [None, None, 0.25]
+    run.evaluation.violation = [None, None, 0.125]
+    entry = {"step": 1, "multipliers": [0.0, 1.0, 2.0], "bound_multipliers": [0.0, 0.0, 3.0]}
+    run.folder.read_metrics = lambda: [entry]  # pyright: ignore[reportAttributeAccessIssue]
+    (axis,) = report._multipliers([run]).axes
+    assert [line.get_ydata()[0] for line in axis.lines] == [0.0, 1.0, 2.0, 3.0]
+    (axis,) = report.loss_over_depth([run]).axes
+    assert axis.lines[-1].get_ydata()[-1] == run.evaluation.layer_loss[2] - 0.25
 
 
 def test_a_page_shows_what_it_is_given_as_it_is(tmp_path: Path) -> None:
