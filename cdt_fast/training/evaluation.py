@@ -23,7 +23,7 @@ def evaluate_run(folder: RunFolder, settings: RunSettings, task: Task, data: Any
         check_data(state, data.identity, settings.data.source, task.SAMPLES, folder.path)
     data = data.limited(settings.evaluation.limit)
     saved = state["constraints"]["_extra_state"]
-    used = saved["reference"]  # at most the loss of a guess, which only the training knew
+    used = saved["reference"]  # maybe the loss of a guess, which only the training knew
     constraints = build_constraints(settings, saved["layers"], used if isinstance(used, float) else None)
     constraints.load_state_dict(state["constraints"])
     best, untrained = state["best"], (entry for entry in folder.read_metrics() if entry["step"] == 0)

@@ -14,6 +14,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from cdt_fast.checks import InputError, printable
+from cdt_fast.constraints.presets import PAPER_ROWS
 from cdt_fast.training.checkpoint import check_data, load_checkpoint, run_identity, save_checkpoint
 from cdt_fast.training.cuda_graph import CapturedStep, CudaGraphs
 from cdt_fast.training.execution import disable_malloc_trim, resolve_execution
@@ -41,8 +42,8 @@ def train(
     `data` are what the task loads for these settings, where that was done, and are returned. `resume` continues from
     the checkpoint, if there is one, bit for bit. `progress` says on stderr what the data are and how the training goes.
 
-    Interrupted: SIGINT or SIGTERM came; a checkpoint was written first. InputError: settings, data or checkpoint cannot
-    be used; another process trains the run; losses are not finite.
+    Interrupted: SIGINT, SIGTERM or SIGHUP came; a checkpoint was written first. InputError: settings, data or
+    checkpoint cannot be used; another process trains the run; losses are not finite.
     """
     disable_malloc_trim()
     resolve_execution(settings, task)  # before the data are read
@@ -86,7 +87,10 @@ class Trainer:
         self.steps_per_epoch = settings.steps_per_epoch(self.workload.training_samples)
         self.warmup_steps = settings.warmup_steps(self.workload.training_samples)
         layers = self.workload.num_constraints
-        self.constraints = build_constraints(settings, layers, self.workload.guess_loss).to(device)
+        row = PAPER_ROWS.get(settings.preset or "")  # which keeps its own reference
+        own = row is not None and settings.constraints.reference == row.constraints["reference"]
+        largest = None if own else self.workload.guess_loss
+        self.constraints = build_constraints(settings, layers, largest).to(device)
         # Without constraints they weigh the depths all the same, and "log" follows the losses for that.
         self._measured = settings.constrained or settings.objective == "log"
         self._identity: dict[str, Any] = data.identity
@@ -117,9 +121,11 @@ class Trainer:
                 f"note: the constraints come on after a warm-up of {warmup:,} steps, and the training ends at step "
                 f"{steps:,}: it is one without constraints. Train longer, or with --warmup-epochs 0"
             )
-        given, used = self.settings.constraints.reference, self.constraints.options.reference
-        if given != used and self.constraints.descent.exists.any():
-            notes.append(f"note: --reference {given:g} is above the loss of a guess, {used:.4g}, which is used instead")
+        guess, given = self.workload.guess_loss, self.settings.constraints.reference
+        used = self.constraints.options.reference
+        if guess is not None and isinstance(given, float) and given > guess and self.constraints.descent.exists.any():
+            effect = "which is used instead" if used != given else "but the paper's: layer 1 may raise the loss"
+            notes.append(f"note: --reference {given:g} is above the loss of a guess, {guess:.4g}, {effect}")
         return notes
 
     def _rate(self) -> float:
@@ -143,7 +149,7 @@ class Trainer:
         self.losses.train()
         if self.step == 0:
             self.folder.append_metrics({"step": 0, "validation": self._validate()})
-        with on_signals(note, signal.SIGINT, signal.SIGTERM), bar:
+        with on_signals(note, signal.SIGINT, signal.SIGTERM, signal.SIGHUP), bar:
             started = timed = time.perf_counter()
             first = self.step
             while self.step < steps:

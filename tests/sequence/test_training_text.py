@@ -93,6 +93,18 @@ def test_a_reference_is_at_most_the_loss_of_a_guess(
     assert evaluation["violation"][1] == pytest.approx(evaluation["layer_loss"][1] - 0.9 * used)
 
 
+@pytest.mark.parametrize(("reference", "used"), [(0.9, 0.9), (5.0, math.log(2))])
+def test_a_row_of_the_paper_keeps_its_own_reference(tmp_path: Path, reference: float, used: float) -> None:
+    (tmp_path / "reviews.tsv").write_text("\n".join("\t".join(row) for row in [("text", "label"), *reviews(80)]))
+    config = settings_for(tmp_path / "reviews.tsv")
+    config.use_preset("paper-text-ut")
+    config.constraints.reference = reference
+    trainer = new_trainer(RunFolder.create(tmp_path / "run", config), config)
+    assert trainer.constraints.options.reference == pytest.approx(used)
+    effect = "but the paper's: layer 1 may raise the loss" if used == reference else "which is used instead"
+    assert f"note: --reference {reference:g} is above the loss of a guess, 0.6931, {effect}" in trainer.notes()
+
+
 def test_runs_on_the_same_data_share_the_token_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """But for those of another vocabulary, or of another length."""
     made: list[int] = []
