@@ -31,6 +31,7 @@ def test_the_demo_is_one_page_and_can_be_called_again(call: Call, tmp_path: Path
     for words in ("ffmpeg, nlmeans", "cdt_fast, noise estimated", "plain", "constrained", "eager, float32"):
         assert f"<td>{words}</td>" in text
         assert f"\n{words} " in answer.out
+    assert answer.out.count("\neager, ") == 1  # on a CPU
     assert {path.name for path in (tmp_path / "demo").iterdir()} == {
         *("demo.html", "noisy.mp4", "denoised.mp4", "plain-0", "constrained-0")
     }
