@@ -28,7 +28,7 @@ from cdt_fast.video.data import open_source
 from cdt_fast.video.data.crops import from_opponent, to_opponent
 from cdt_fast.video.data.source import Excerpt, FrameArray
 from cdt_fast.video.networks import SHIPPED, Denoiser, device_of, load_network, reconstructed
-from cdt_fast.video.noise import LEVELS, LITTLE_NOISE, estimated_noise
+from cdt_fast.video.noise import LEVELS, LITTLE_NOISE, estimated_noise, finest_noise
 from cdt_fast.video.settings import VideoSettings
 from cdt_fast.video.task import doubts
 from cdt_fast.video.writing import check_target, remove_leftovers, write_video
@@ -127,14 +127,11 @@ class Denoising:
     def _color(self, plane: Tensor, sigma: float, copies: float) -> Tensor:
         """Denoise a difference of colors `[1, T, h, w]`: at half its size where a file has no more, as most.
         Few grids cost .02 dB of the whole frame."""
-        half, quarter = _halved(plane), _halved(_halved(plane))
-        coarse = estimated_noise(half)
-        if estimated_noise(plane) > _ENLARGED * coarse:
+        half = _halved(plane)
+        if finest_noise(plane) > _ENLARGED * finest_noise(half):
             return self.plane(plane, sigma, copies, few_grids=True)
-        # What made it smaller has blurred the noise, which the finest differences then miss.
-        coarse, blurred = LEVELS * coarse, 2 * LEVELS * estimated_noise(quarter)
-        coarse = max(coarse, min(sigma, blurred)) if self.sigma is None else min(sigma, max(coarse, blurred))
-        change = self.plane(half, coarse, copies, few_grids=True) - half
+        sigma = min(LEVELS * estimated_noise(half), LEVELS if self.sigma is None else sigma)
+        change = self.plane(half, sigma, copies, few_grids=True) - half
         return plane + interpolate(change, plane.shape[-2:])
 
     @torch.no_grad()

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import avg_pool2d
 
 from cdt_fast.video.data.windows import Windows
 
@@ -11,7 +12,9 @@ LEVELS = 255.0
 LITTLE_NOISE = 0.5  # gray levels: what rounding to bytes leaves
 LEAST_DEVIATION = LITTLE_NOISE / LEVELS  # of less noise a network that divides by the deviation is told this
 _MEDIAN_OF_NORMAL = 0.6744897501960817  # of the absolute values of normal numbers, in standard deviations
-_PIXELS_FOR_NOISE = 2**20  # of larger frames every so many pairs of rows are enough, whose estimate is good to .2 %
+_PIXELS_FOR_NOISE = 2**22  # of larger frames every so many rows are enough
+_PIECES_FOR_NOISE = 2**16
+_STRIP = 16  # rows
 # Noise of the evaluation: the same for every run, and apart from the noise of any training.
 _NOISE_SEED = 20_260_117
 _GOLDEN = 0.6180339887498949
@@ -73,18 +76,65 @@ def with_noise(frames: Tensor, deviation: Tensor, drawn: Tensor) -> Tensor:
 
 
 def estimated_noise(frames: Tensor) -> float:
-    """Return the standard deviation of white noise in frames `[..., h, w]`, from the finest diagonal differences, which
-    have little else: `σ = median |x_{i,j} − x_{i,j+1} − x_{i+1,j} + x_{i+1,j+1}| / (2 · 0.6745)`, i even; or else 0.
-    Rows and columns that are flat and the same in all frames, bars beside the picture, are left out."""
+    """Return the standard deviation of the noise in frames `[..., h, w]` of one scene, in their unit.
+
+    It is that of white noise with as much at half the size, as the noise of a camera or a coder has little in the finest
+    differences, and detail has much. The lesser of two variances counts:
+
+    - that of the changes between frames, in the blocks where it is least (their .15-quantile): of what stands still;
+    - `mean λ_{i ≤ k}` of the ascending eigenvalues of the covariance of pieces `[frames, rows, columns]`, with the
+      greatest k at which it is at most their median: the picture, moving too, is in few of them.
+
+    Bars beside the picture and repeated frames are left out; a single picture, or a small one, has `finest_noise`.
+    """
+    frames = _without_bars(frames.reshape(-1, *frames.shape[-2:]))
+    new = (frames[1:] != frames[:-1]).flatten(1).any(1)
+    frames = frames[[True, *new.tolist()]]
+    if len(frames) == 1 or min(frames.shape[-2:]) < 2 * _STRIP:
+        return finest_noise(frames)
+    every = -(-frames.numel() // _PIXELS_FOR_NOISE)
+    strips = frames[:, : frames.shape[1] // _STRIP * _STRIP].unflatten(1, (-1, _STRIP))[:, ::every]
+    half = avg_pool2d(strips, 2)
+    return 2 * max(0.0, min(_variance_of_changes(half), _least_variance(half))) ** 0.5
+
+
+def _without_bars(frames: Tensor) -> Tensor:
+    """Return the part of frames `[T, h, w]` that is not as flat and still as its corners."""
+    for corner in (0, -1):
+        differs = (frames != frames[0, corner, corner]).any(0)
+        if not differs.any():
+            return frames[:1]
+        rows, columns = (differs.any(along).nonzero() for along in (1, 0))
+        frames = frames[:, int(rows[0]) : int(rows[-1]) + 1, int(columns[0]) : int(columns[-1]) + 1]
+    return frames
+
+
+def _variance_of_changes(frames: Tensor) -> float:
+    """Return the variance of white noise with the .15-quantile that changes in blocks of strips `[T, n, h, w]` have."""
+    variances = (frames.diff(dim=0) / 2**0.5).unfold(2, 4, 4).unfold(3, 4, 4).var((-2, -1)).mean(0)
+    # The quantile of χ² after Wilson and Hilferty; two changes on end share a frame.
+    pairs = len(frames) - 1
+    spread = 2 / 9 * (1.5 - 0.5 / pairs) / (15 * pairs)
+    return variances.quantile(0.15).item() / (1 - spread - 1.0364 * spread**0.5) ** 3
+
+
+def _least_variance(frames: Tensor) -> float:
+    """Return the mean of the least eigenvalues of the covariance of pieces of strips `[T, n, h, w]`."""
+    # As many numbers in a piece as a tenth of the pixels can tell the covariance of.
+    length = min(8, max(2, min(len(frames) // 2, int((frames.numel() / 10) ** 0.5) // 9)))
+    step = max(1, frames.numel() // (2 * _PIECES_FOR_NOISE))
+    pieces = frames.unfold(0, length, 2).unfold(2, 3, 1).unfold(3, 3, step).flatten(4).flatten(0, 3)
+    values = torch.linalg.eigvalsh(torch.cov(pieces.double().T))
+    order = torch.arange(len(values), device=values.device)
+    means = values.cumsum(0) / (order + 1)
+    return means[means <= values[order // 2]][-1].item()
+
+
+def finest_noise(frames: Tensor) -> float:
+    """Return the standard deviation of white noise in frames `[..., h, w]`, from the finest diagonal differences:
+    `σ = median |x_{i,j} − x_{i,j+1} − x_{i+1,j} + x_{i+1,j+1}| / (2 · 0.6745)`, i even; 0 of a row or a column."""
     if min(frames.shape[-2:]) < 2:
         return 0.0
     step = 2 * -(-frames.numel() // _PIXELS_FOR_NOISE)
-    below, above = (rows.flatten(0, -3) for rows in (frames[None, ..., 1::step, :], frames[None, ..., :-1:step, :]))
-    across = (below - above).diff(dim=-1)
-    first = above[0]
-    still = ((below == first) & (above == first)).all(0)
-    dead = still[:, 1:] & still[:, :-1] & (first.diff(dim=-1) == 0)
-    # Bars span the picture. Flat still parts inside of it count: else a clean screen recording would be of its edges.
-    inside = across[:, ~dead.all(1)][..., ~dead.all(0)]
-    seen = inside if inside.numel() else across
-    return seen.abs_().median().item() / (2 * _MEDIAN_OF_NORMAL)
+    across = (frames[..., 1::step, :] - frames[..., :-1:step, :]).diff(dim=-1)
+    return across.abs_().median().item() / (2 * _MEDIAN_OF_NORMAL)

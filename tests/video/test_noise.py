@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn.functional import avg_pool2d
 
-from cdt_fast.video.noise import add_noise_by_window, estimated_noise
+from cdt_fast.video.noise import add_noise_by_window, estimated_noise, finest_noise
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -50,3 +51,27 @@ def test_bars_beside_the_picture_have_no_part_in_its_noise() -> None:
     assert estimated_noise(frames) == estimated_noise(0 * frames) == 0
     frames[..., 20:28, 20:28] = torch.rand(2, 4, 8, 8)  # what moves on a screen that is flat beside it is no noise
     assert estimated_noise(frames) == 0
+
+
+def test_noise_of_a_camera_is_found_at_half_the_size() -> None:
+    noise = torch.randn(16, 96, 128, generator=torch.Generator().manual_seed(0))
+    frames = avg_pool2d(0.1 * noise, 3, stride=1, padding=1)[:, 1:-1, 1:-1]  # as of missing colors filled in
+    assert 2 * finest_noise(frames) < frames.std() < estimated_noise(frames) < 2 * avg_pool2d(frames, 2).std()
+
+
+def test_detail_that_stands_still_or_moves_is_no_noise() -> None:
+    generator = torch.Generator().manual_seed(0)
+    noise, picture = torch.randn(16, 96, 128, generator=generator), torch.rand(128, 160, generator=generator)
+    for speed in (0, 1):
+        frames = torch.stack([picture[speed * t : speed * t + 96, speed * t : speed * t + 128] for t in range(16)])
+        assert finest_noise(frames + 0.02 * noise) > 0.2
+        assert estimated_noise(frames + 0.02 * noise) == pytest.approx(0.02, rel=0.1)
+    frames[:, :48] = 0.02 * noise[:, :48]  # half of the picture is another one in each frame
+    frames[:, 48:] = torch.rand(16, 48, 128, generator=generator)
+    assert estimated_noise(frames) == pytest.approx(0.02, rel=0.1)
+
+
+def test_repeated_frames_have_no_part_in_the_noise() -> None:
+    frames = 0.1 * torch.randn(8, 64, 64, generator=torch.Generator().manual_seed(0))
+    assert estimated_noise(frames.repeat_interleave(3, 0)) == estimated_noise(frames) == pytest.approx(0.1, rel=0.06)
+    assert estimated_noise(frames[:1].expand(4, -1, -1)) == estimated_noise(frames[0]) == finest_noise(frames[0])
