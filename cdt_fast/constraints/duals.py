@@ -30,9 +30,11 @@ class DualVariables(nn.Module):
         self.dual_lr = check_positive("dual_lr", default if options.dual_lr is None else options.dual_lr)
         self.resilience = check_choice("resilience", options.resilience, (*get_args(Resilience), None))
         self.slack_cost = check_positive("slack_cost", options.slack_cost)
-        if self.resilience == "decay" and self.betas is None and self.dual_lr >= 2 * self.slack_cost:
-            expected = f'less than 2 × slack_cost = {2 * self.slack_cost:g} with resilience="decay" and ascent'
-            raise InputError(f"dual_lr is {self.dual_lr!r}; expected {expected}, or the decay overshoots")
+        limit = (2 if self.resilience == "decay" else 1) * self.slack_cost
+        if self.resilience is not None and self.betas is None and self.dual_lr >= limit:
+            limited = f"2 × slack_cost = {limit:g}" if self.resilience == "decay" else f"slack_cost = {limit:g}"
+            expected = f'less than {limited} with resilience="{self.resilience}" and ascent'
+            raise InputError(f"dual_lr is {self.dual_lr!r}; expected {expected}, or the multipliers never come to rest")
         # Adam's rows: both moments, and the number of updates of each constraint, as some start late or are skipped.
         self.state = nn.Buffer(torch.zeros(2 if self.betas is None else 5, size, dtype=torch.float64))
         self.skipped_updates = nn.Buffer(torch.zeros((), dtype=torch.int64))

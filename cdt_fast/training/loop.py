@@ -291,9 +291,10 @@ class Trainer:
         by the references that are known now. Better than an untrained network is a lower objective alone, too: it does
         nothing, and so violates little."""
         if "error" in entry:
-            feasible, was = (one["feasible"] and self.settings.constrained for one in (entry, best))
+            report, constrained = self.constraints.report, self.settings.constrained
+            feasible, was = (constrained and report(one["loss"]).feasible for one in (entry, best))
             lower = entry["error"] < best.get("error", math.inf)
-            return lower if best["step"] == 0 or feasible == was else bool(feasible)
+            return lower if best["step"] == 0 or feasible == was else feasible
         prices = {self.settings.constrained, self.settings.constrained and best["step"] > 0}
         merit = self.constraints.merit
         return any(merit(entry["loss"], priced=priced) < merit(best["loss"], priced=priced) for priced in prices)

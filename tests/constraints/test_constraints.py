@@ -240,6 +240,7 @@ def test_what_overflows_on_the_way_is_skipped_too() -> None:
     assert constraints.multipliers.tolist() == adam.multipliers.tolist() == [0.0, 0.0, 0.0]
 
 
+
 # No waiting for the device, no new storage
 
 
@@ -450,6 +451,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"resilience": "slacks"}, "resilience must be one of 'slack', 'decay', None, got 'slacks'"),
     ({"slack_cost": 0.0}, "slack_cost must be a finite number > 0, got 0.0"),
     ({"betas": None, "resilience": "decay", "dual_lr": 1.0, "slack_cost": 0.5}, r"1.0; expected less than .* = 1 with"),
+    ({"betas": None, "dual_lr": 0.5, "slack_cost": 0.4}, "0.5; expected less than slack_cost = 0.4 with"),
     ({"coupling": "none"}, "coupling must be one of 'chain', 'input', 'detach', 'absolute', got 'none'"),
     (
         {"coupling": "input", "reference_mode": "anchor"},

@@ -198,6 +198,12 @@ def test_the_feasible_model_of_the_lowest_error_is_kept(
     assert trainer.best["step"] == best
 
 
+def test_models_are_compared_by_the_reference_of_now(make: Make) -> None:
+    trainer = make(rate=0.01, reference=6.0)
+    before = {"step": 5, "loss": [6.0, 9.0, 3.0], "feasible": True, "error": 20.0}  # when it was not known
+    assert trainer._is_better({"loss": [6.0, 8.0, 2.0], "feasible": False, "error": 10.0}, before)
+
+
 def test_an_error_at_other_noise_says_nothing_of_the_model_that_is_kept(make: Make) -> None:
     trainer = make(steps=2, validate_every=1)
     trainer.run(progress=False)
