@@ -78,7 +78,7 @@ def with_noise(frames: Tensor, deviation: Tensor, drawn: Tensor) -> Tensor:
 def estimated_noise(frames: Tensor) -> float:
     """Return the standard deviation of the noise in frames `[..., h, w]` of one scene, in their unit.
 
-    It is that of white noise with as much at half the size, as the noise of a camera or a coder has little in the finest
+    It is that of white noise with as much at half the size: the noise of a camera or a coder has little in the finest
     differences, and detail has much. The lesser of two variances counts:
 
     - that of the changes between frames, in the blocks where it is least (their .15-quantile): of what stands still;

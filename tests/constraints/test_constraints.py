@@ -240,7 +240,6 @@ def test_what_overflows_on_the_way_is_skipped_too() -> None:
     assert constraints.multipliers.tolist() == adam.multipliers.tolist() == [0.0, 0.0, 0.0]
 
 
-
 # No waiting for the device, no new storage
 
 
