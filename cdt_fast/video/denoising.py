@@ -120,19 +120,19 @@ class Denoising:
         # A plane at a time: at full size the codes of one are large enough.
         whole = 1 if colored else len(planes)
         shown = [self.plane(plane, sigma, copies) for plane in planes[:whole]]
-        shown += [self._color(plane, self.found[-1], copies) for plane in planes[whole:]]
+        shown += [self._color(plane, copies) for plane in planes[whole:]]
         result = (from_opponent(torch.cat(shown)) if colored else torch.cat(shown)).expand(channels, -1, -1, -1)
         return result.permute(1, 2, 3, 0)
 
-    def _color(self, plane: Tensor, sigma: float, copies: float) -> Tensor:
+    def _color(self, plane: Tensor, copies: float) -> Tensor:
         """Denoise a difference of colors `[1, T, h, w]`: at half its size where a file has no more, as most.
         Few grids cost .02 dB of the whole frame."""
         half = _halved(plane)
-        if finest_noise(plane) > _ENLARGED * finest_noise(half):
-            return self.plane(plane, sigma, copies, few_grids=True)
-        sigma = min(LEVELS * estimated_noise(half), LEVELS if self.sigma is None else sigma)
-        change = self.plane(half, sigma, copies, few_grids=True) - half
-        return plane + interpolate(change, plane.shape[-2:])
+        whole = finest_noise(plane) > _ENLARGED * finest_noise(half)
+        part = plane if whole else half
+        found = LEVELS * estimated_noise(part)
+        shown = self.plane(part, found if self.sigma is None else min(found, self.sigma), copies, few_grids=True)
+        return shown if whole else plane + interpolate(shown - half, plane.shape[-2:])
 
     @torch.no_grad()
     def plane(self, frames: Tensor, sigma: float | None, copies: float = 1.0, *, few_grids: bool = False) -> Tensor:

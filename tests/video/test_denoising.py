@@ -261,10 +261,12 @@ def test_large_frames_are_denoised_by_bands_of_rows(monkeypatch: pytest.MonkeyPa
         monkeypatch.undo()
 
 
-def test_noise_of_color_is_removed_where_brightness_has_less() -> None:
+@pytest.mark.parametrize("size", [1, 2])
+def test_noise_of_color_is_removed_where_brightness_has_less(size: int) -> None:
     settings, random = VideoSettings(), np.random.default_rng(0)
     clean = np.repeat(scrolling_clip(8, 64, 96)[..., None], 3, -1) // 2 + 60
-    colors = 20 * random.standard_normal((8, 32, 48)).repeat(2, 1).repeat(2, 2)[..., None] * np.array([1, -1, 0])
+    drawn = random.standard_normal((8, 64 // size, 96 // size)).repeat(size, 1).repeat(size, 2)
+    colors = 20 * drawn[..., None] * np.array([1, -1, 0])
     noise = colors + 3 * random.standard_normal((8, 64, 96, 1))
     noisy = np.rint(clean + noise).clip(0, 255).astype(np.uint8)
     denoising = Denoising(load_network(SHIPPED), settings, 3)
