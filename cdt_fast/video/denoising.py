@@ -48,10 +48,10 @@ class Denoising:
     model: Denoiser
     settings: VideoSettings  # of the model's run
     depth: int  # number of layers to run
-    # Standard deviation of the noise in gray levels, of a noise-adaptive model alone; None: estimated, each window on
-    # its own, in brightness where there are colors.
+    # Standard deviation of the noise in gray levels, of a noise-adaptive model alone; None: estimated, each plane of a
+    # window on its own.
     sigma: float | None = None
-    found: list[float] = field(default_factory=list)  # the estimates, in gray levels
+    found: list[float] = field(default_factory=list)  # in brightness where there are colors, in gray levels
 
     def frames(self, frames: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
         """Yield the denoised frames, uint8 `[h, w, channels]`, one for each of `frames`."""
