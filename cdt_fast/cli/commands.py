@@ -132,7 +132,7 @@ def _evaluate(run: RunFolder, settings: RunSettings, data: Any = None, **given: 
 
     measured = evaluation.evaluate_run(run, settings, tasks.task_of(settings), data)
     words = itertools.chain(("cdt-fast", "evaluate", str(run.path)), *((f"--{name}", given[name]) for name in given))
-    _report([measured], run.path, shlex.join(words))
+    _report([measured], run.in_place().path, shlex.join(words))
 
 
 def compare(options: argparse.Namespace) -> None:

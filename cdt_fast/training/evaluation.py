@@ -36,7 +36,7 @@ def evaluate_run(folder: RunFolder, settings: RunSettings, task: Task, data: Any
     evaluation = task.Evaluation.model_validate({**judged(measured, settings, constraints), **progress_made})
     run = EvaluatedRun(folder, settings, task, evaluation)
     evaluation.success, evaluation.verdict = verdict(run)
-    write_json(folder.evaluation, evaluation.model_dump(mode="json"))
+    write_json(folder.in_place().evaluation, evaluation.model_dump(mode="json"))
     return run
 
 

@@ -265,7 +265,7 @@ class Trainer:
         entry |= {} if error is None else {"error": error}
         if self.best is None or self._is_better(entry, self.best):
             self.best = {"step": self.step, **entry}
-            self.workload.save_model(self.folder.model)
+            self.workload.save_model(self.folder.in_place().model)
         return entry
 
     def _check_start(self, losses: list[float]) -> None:
@@ -303,7 +303,7 @@ class Trainer:
         # The losses of a step are from before its update, which may be what broke the weights.
         weights = torch.stack([weight.detach().abs().max() for weight in self.model.parameters() if weight.numel()])
         self._check_finite("weights", weights.tolist())
-        save_checkpoint(self.folder.checkpoint, self.state_dict())
+        save_checkpoint(self.folder.in_place().checkpoint, self.state_dict())
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that the rest of the run depends on, for `checkpoint.save_checkpoint`."""

@@ -75,6 +75,12 @@ class RunFolder:
         finally:
             os.close(descriptor)
 
+    def in_place(self) -> Self:
+        """Return this folder, to be written to; InputError: it is gone, and to write would make another one there."""
+        if not self.config.exists():
+            raise InputError(f"{self.path}: was moved or removed while it was in use")
+        return self
+
     def remove_if_untouched(self) -> None:
         """Remove what `create` made if no step was trained: the settings, and the folder if nothing else is in it."""
         if self.checkpoint.exists() or any(entry["step"] for entry in self.read_metrics()):
@@ -115,7 +121,7 @@ class RunFolder:
 
     def append_metrics(self, entry: dict[str, Any]) -> None:
         try:
-            with self.metrics.open("a") as file:
+            with self.in_place().metrics.open("a") as file:
                 file.write(json.dumps(entry, allow_nan=False) + "\n")
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(self.metrics)) from error

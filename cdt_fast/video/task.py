@@ -124,7 +124,7 @@ def evaluate(folder: RunFolder, settings: VideoSettings, data: VideoData) -> dic
     narrow = not settings.crops and precision_of(settings, device_of(model), BF16_ON_CPU) == "bf16"
     measured = evaluation.measure(model, data, settings, torch.bfloat16 if narrow else None)
     measured["baseline_rmse"] = evaluation.baseline_errors(folder, data, settings, device_of(model))
-    figures.keep_frames(folder.frames, model, data, settings)
+    figures.keep_frames(folder.in_place().frames, model, data, settings)
     return measured
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -106,6 +107,33 @@ def test_a_run_that_died_at_any_moment_resumes_bit_for_bit(
         (folder / ".model-0.tmp.safetensors").touch()  # a file that was being written
     train(run, config, resume=True, progress=False)
     assert_same_runs(run, whole["constrained"])
+
+
+@pytest.mark.parametrize(("name", "step"), [("_train_step", 6), ("_validate", 5), ("_save_checkpoint", 5)])
+def test_a_run_that_was_moved_is_not_made_again_and_resumes_where_it_is(
+    tiny_config: Config, tmp_path: Path, whole: dict[str, RunFolder], name: str, step: int
+) -> None:
+    config = tiny_config(**SETTINGS["constrained"])
+    run, moved = RunFolder.create(tmp_path / "run", config), RunFolder(tmp_path / "moved")
+
+    def move(trainer: Trainer) -> None:
+        if trainer.step == step:
+            run.path.rename(moved.path)
+
+    with around(name, move), pytest.raises(InputError, match=r"run: was moved or removed while it was in use"):
+        train(run, config, progress=False)
+    assert os.listdir(tmp_path) == ["moved"]
+    train(moved, config, resume=True, progress=False)
+    assert_same_runs(moved, whole["constrained"])
+
+
+def test_a_run_that_was_removed_while_it_was_measured_is_not_made_again(
+    call: Call, copied_run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cdt_fast.video.evaluation.baseline_errors", lambda run, *_: shutil.rmtree(run.path) or {})
+    answer = call("evaluate", copied_run.path)
+    assert answer.err.splitlines()[-1] == f"cdt-fast: {copied_run.path}: was moved or removed while it was in use"
+    assert not copied_run.path.exists()
 
 
 def test_a_checkpoint_of_other_settings_or_frames_is_refused(tiny_config: Config, tmp_path: Path) -> None:
