@@ -72,8 +72,8 @@ def open_run(path: str | os.PathLike[str], *, trained: bool = True) -> tuple[Run
     if name not in TASKS:
         raise InputError(f"{folder.config}: task must be one of {', '.join(TASKS)}, got {name!r}")
     settings = TASKS[name].settings.load(folder.config)
-    if trained and not (folder.model / "config.json").is_file():
-        raise InputError(f"{path}: has no model yet; resume its training with --resume")
+    if trained:
+        folder.require_model()
     return folder, settings
 
 

@@ -144,6 +144,17 @@ def test_a_run_that_is_to_resume_is_never_removed(call: Call, tmp_path: Path, ti
     assert "its model is gone; remove the whole folder" in call("train", "video", "--resume", run.path).line()
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_a_run_whose_model_is_not_whole_is_refused_by_all_in_the_same_words(
+    call: Call, copied_run: RunFolder, clip: Path, tmp_path: Path, name: str
+) -> None:
+    (copied_run.model / name).unlink()
+    denoise = ("denoise", "--run", copied_run.path, clip, tmp_path / "out.mp4")
+    for words in (("train", "video", "--resume", copied_run.path), ("evaluate", copied_run.path), denoise):
+        said = "its model is gone; remove the whole folder to train it anew"
+        assert call(*words).line() == f"cdt-fast: {copied_run.path}: {said}\n"
+
+
 def test_training_prints_tables_a_verdict_and_the_report(
     call: Call, clip: Path, tmp_path: Path, quick_figures: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

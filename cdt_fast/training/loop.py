@@ -49,8 +49,8 @@ def train(
     resolve_execution(settings, task)  # before the data are read
     with run.lock():
         resumes = resume and run.checkpoint.exists()
-        if resumes and not (run.model / "config.json").exists():
-            raise InputError(f"{run.path}: its model is gone; remove the whole folder to train it anew")
+        if resumes:
+            run.require_model()
         state = load_checkpoint(run.checkpoint, run=run_identity(settings)) if resumes else None
         data = task.load(settings, progress) if data is None else data
         trainer = Trainer(run, settings, task, data)

@@ -81,6 +81,13 @@ class RunFolder:
             raise InputError(f"{self.path}: was moved or removed while it was in use")
         return self
 
+    def require_model(self) -> None:
+        """Raise InputError where there is no model, or not all of it."""
+        if not ((self.model / "config.json").is_file() and any(self.model.glob("*.safetensors"))):
+            gone = "its model is gone; remove the whole folder to train it anew"
+            begun = "has no model yet; resume its training with --resume"
+            raise InputError(f"{self.path}: {gone if self.checkpoint.exists() else begun}")
+
     def remove_if_untouched(self) -> None:
         """Remove what `create` made if no step was trained: the settings, and the folder if nothing else is in it."""
         if self.checkpoint.exists() or any(entry["step"] for entry in self.read_metrics()):
