@@ -4,8 +4,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from cdt_fast.checks import InputError
 from cdt_fast.constraints.constraints import DescentConstraints
-from cdt_fast.files import write_json
+from cdt_fast.files import read_json, write_json
 from cdt_fast.training.checkpoint import check_data, load_checkpoint, run_identity
 from cdt_fast.training.execution import disable_malloc_trim
 from cdt_fast.training.optimizer import build_constraints
@@ -18,6 +19,8 @@ def evaluate_run(folder: RunFolder, settings: RunSettings, task: Task, data: Any
     """Measure the model that a run kept, and write `evaluation.json`; `data`: as `train`."""
     disable_malloc_trim()
     state = load_checkpoint(folder.checkpoint, run=run_identity(settings))
+    if folder.kept.exists() and read_json(folder.kept) != state["best"]["step"]:  # an earlier version kept no note
+        raise InputError(f"{folder.path}: its model is newer than its checkpoint; resume its training with --resume")
     if data is None:
         data = task.load(settings)
         check_data(state, data.identity, settings.data.source, task.SAMPLES, folder.path)

@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from cdt_fast.checks import InputError, printable
 from cdt_fast.constraints.presets import PAPER_ROWS
+from cdt_fast.files import write_json
 from cdt_fast.training.checkpoint import check_data, load_checkpoint, run_identity, save_checkpoint
 from cdt_fast.training.cuda_graph import CapturedStep, CudaGraphs
 from cdt_fast.training.execution import disable_malloc_trim, resolve_execution
@@ -265,7 +266,9 @@ class Trainer:
         entry |= {} if error is None else {"error": error}
         if self.best is None or self._is_better(entry, self.best):
             self.best = {"step": self.step, **entry}
-            self.workload.save_model(self.folder.in_place().model)
+            # Before the model, so that one of a step whose checkpoint never came is known by it.
+            write_json(self.folder.in_place().kept, self.step)
+            self.workload.save_model(self.folder.model)
         return entry
 
     def _check_start(self, losses: list[float]) -> None:

@@ -27,6 +27,7 @@ class RunFolder:
         self.metrics = self.path / "metrics.jsonl"
         self.model = self.path / "model"
         self.checkpoint = self.path / "checkpoint" / "state.safetensors"
+        self.kept = self.path / "checkpoint" / "kept.json"  # of which step the model is, or is about to be
         self.evaluation = self.path / "evaluation.json"
         self.frames = self.path / "frames.safetensors"
 
@@ -93,7 +94,7 @@ class RunFolder:
         if self.checkpoint.exists() or any(entry["step"] for entry in self.read_metrics()):
             return
         shutil.rmtree(self.model, ignore_errors=True)  # the untrained one
-        for file in (self.metrics, self.config):
+        for file in (self.metrics, self.kept, self.config):
             file.unlink(missing_ok=True)
         for folder in (self.checkpoint.parent, self.path):
             with contextlib.suppress(OSError):

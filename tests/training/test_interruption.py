@@ -21,7 +21,7 @@ from cdt_fast.training.interruption import on_signals
 from cdt_fast.training.loop import Interrupted, Trainer
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.video import task as video_task
-from tests.runs import Call, Config, assert_same_runs, train, trained
+from tests.runs import Call, Config, assert_same_runs, evaluate_run, train, trained
 from tests.tiny import tiny_arguments
 from tests.training.training_cases import Killed, around, signal_after
 
@@ -134,6 +134,32 @@ def test_a_run_that_was_removed_while_it_was_measured_is_not_made_again(
     answer = call("evaluate", copied_run.path)
     assert answer.err.splitlines()[-1] == f"cdt-fast: {copied_run.path}: was moved or removed while it was in use"
     assert not copied_run.path.exists()
+
+
+def test_a_model_that_a_killed_run_kept_after_its_checkpoint_is_not_taken_for_the_one_before(
+    tiny_config: Config, tmp_path: Path
+) -> None:
+    config = tiny_config(**SETTINGS["constrained"])
+    run = RunFolder.create(tmp_path / "run", config)
+    kept: list[Any] = []
+
+    def die(trainer: Trainer) -> None:
+        kept.append(trainer.best)
+        if len(kept) > 1 and kept[-1] != kept[-2]:
+            raise Killed
+
+    with around("_save_checkpoint", die), pytest.raises(Killed):
+        train(run, config, progress=False)
+    with pytest.raises(InputError, match=r"run: its model is newer than its checkpoint.*--resume"):
+        evaluate_run(run, config)
+    with signal_after(signal.SIGTERM, kept[-2]["step"] + 1), pytest.raises(Interrupted):
+        train(run, config, resume=True, progress=False)
+    with pytest.raises(InputError, match="its model is newer than its checkpoint"):
+        evaluate_run(run, config)
+    train(run, config, resume=True, progress=False)
+    values = evaluate_run(run, config).evaluation
+    assert values.kept_step >= kept[-1]["step"]
+    assert values.kept_loss == load_checkpoint(run.checkpoint)["best"]["loss"][-1]
 
 
 def test_a_checkpoint_of_other_settings_or_frames_is_refused(tiny_config: Config, tmp_path: Path) -> None:
