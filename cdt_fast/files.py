@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import glob
 import json
 import os
 import secrets
@@ -21,18 +22,20 @@ def replaced_atomically(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield a temporary path beside `path`, of the same suffix; move it there once the block ends without an error.
 
     The data is on the disk before the move, so that a power cut leaves the old file or the new one. After an error, or
-    a full disk, nothing is left behind and an existing `path` is as it was. Folders above `path` are made. OSError: the
-    file cannot be written; it names `path`, not the temporary file.
+    a full disk, nothing is left behind and an existing `path` is as it was; what a killed process left, the next one
+    removes. Folders above `path` are made. OSError: the file cannot be written; it names `path`, not the temporary
+    file.
     """
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(target)
     temporary = target.with_name(f".{target.stem}-{secrets.token_hex(4)}.tmp{target.suffix}")
     try:
-        temporary.touch(exist_ok=False)
-        yield temporary
-        with temporary.open("rb+") as file:
+        with temporary.open("xb") as file:
+            try_lock(file)
+            yield temporary
             os.fsync(file.fileno())
-        temporary.replace(target)
+            temporary.replace(target)
     except OSError as error:
         # Writing through an open file names no file; an error that names another file is not ours to rename.
         if error.filename is not None and str(error.filename) != str(temporary):
@@ -41,6 +44,14 @@ def replaced_atomically(path: str | os.PathLike[str]) -> Iterator[Path]:
     finally:
         with suppress(OSError):
             temporary.unlink()
+
+
+def remove_leftovers(target: Path) -> None:
+    """Remove what killed processes left of the same target; the file that a running one writes is locked."""
+    for leftover in target.parent.glob(f".{glob.escape(target.stem)}-????????.tmp{target.suffix}"):
+        with suppress(OSError), leftover.open("rb+") as file:  # NFS locks only what can be written
+            if try_lock(file):
+                leftover.unlink()
 
 
 def try_lock(file: IO[Any] | int) -> bool:

@@ -41,6 +41,16 @@ def test_after_a_failure_the_old_file_is_as_it_was(tmp_path: Path, failure: Base
     assert os.listdir(tmp_path) == ["note.txt"]
 
 
+def test_what_a_killed_process_left_is_removed_and_what_a_running_one_writes_is_not(tmp_path: Path) -> None:
+    killed, other = tmp_path / ".note-00000000.tmp.txt", tmp_path / ".note-old-00000000.tmp.txt"
+    for path in (killed, other):
+        path.touch()
+    with replaced_atomically(tmp_path / "note.txt") as running:
+        write_text(tmp_path / "note.txt", "of another process")
+        running.write_text("new")
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"note.txt": "new", other.name: ""}
+
+
 def test_json_is_read_back_and_numbers_it_cannot_hold_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "values.json"
     write_json(path, {"a": [1.5, None, "γ"]})

@@ -2,10 +2,8 @@
 
 import errno
 import functools
-import glob
 import io
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from fractions import Fraction
 from heapq import merge
 from itertools import chain, islice
@@ -15,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from cdt_fast.checks import InputError, require
-from cdt_fast.files import try_lock
+from cdt_fast.files import remove_leftovers as remove_leftovers
 from cdt_fast.video.data.source import DEFAULT_FRAME_RATE, FrameSource
 from cdt_fast.video.data.video_file import FULL_RANGE, LIMITED_RANGE, UNSPECIFIED, VideoFile, is_cover, yuv_matrix
 
@@ -48,14 +46,6 @@ def check_target(target: Path, source: Path, overwrite: bool) -> None:
         raise InputError(f"{target}: is {'a folder' if target.is_dir() else 'the source'}; give another file")
     if target.exists() and not overwrite:
         raise InputError(f"{target}: exists already; give another file, or --overwrite")
-
-
-def remove_leftovers(target: Path) -> None:
-    """Remove what killed processes left of the same target; the file that a running one writes is locked."""
-    for leftover in target.parent.glob(f".{glob.escape(target.stem)}-????????.tmp{target.suffix}"):
-        with suppress(OSError), leftover.open("rb") as file:
-            if try_lock(file):
-                leftover.unlink()
 
 
 def write_video(
