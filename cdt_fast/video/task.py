@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -154,7 +155,9 @@ def report(runs: Sequence[EvaluatedRun]) -> Report:
 
 def doubts(folder: RunFolder, settings: VideoSettings) -> str:
     """Say what speaks against the model of a run; nothing where its evaluation calls it a success."""
-    values = read_json(folder.evaluation, Evaluation) if folder.evaluation.exists() else None
+    values = None
+    with suppress(InputError):  # there is none, or one of an earlier version
+        values = read_json(folder.evaluation, Evaluation)
     evaluated, steps = 0 if values is None else values.trained_steps, settings.training.steps
     step, words = max(saved_step(folder.checkpoint), evaluated), []  # a copied run may lack its checkpoint
     if step < steps:

@@ -304,6 +304,8 @@ def test_the_noise_of_color_is_found_and_removed_at_half_its_resolution_too(tmp_
         ({"success": False, "verdict": "no success: it is worse; so"}, "is no success: it is worse; so"),
         ({"trained_steps": 20, "success": False}, "was trained further since its evaluation (after step 20)"),
         ("evaluation.json", "was never evaluated"),
+        ({"layer_loss": None}, "was never evaluated"),
+        ("cut short", "was never evaluated"),
         ("copied for its model", ""),
         ("unfinished", "is not finished (step 12 of 30) and was trained further since its evaluation (after step 3)"),
         ("begun", "is not finished (step 0 of 30) and was never evaluated"),
@@ -319,6 +321,8 @@ def test_what_speaks_against_a_run_is_said_before_anything_is_written(
     write_json(copied_run.evaluation, {**evaluation, **(change if isinstance(change, dict) else {})})
     if change in ("evaluation.json", "begun"):
         copied_run.evaluation.unlink()
+    if change == "cut short":
+        copied_run.evaluation.write_text("{")
     if change in ("copied for its model", "begun"):
         shutil.rmtree(copied_run.checkpoint.parent)
     expected = f"cdt-fast: note: {copied_run.path}: {said}\n" if said else ""
