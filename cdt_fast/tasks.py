@@ -96,7 +96,7 @@ def open_evaluated(path: str | os.PathLike[str]) -> EvaluatedRun:
     from cdt_fast.training.task import EvaluatedRun
 
     folder, settings = open_run(path)
-    remedy = f"run `cdt-fast evaluate {shlex.quote(str(path))}`"
+    remedy = f"run `cdt-fast evaluate {shlex.quote(str(folder.path))}`"
     task = task_of(settings)
     try:
         evaluation = read_json(folder.evaluation, task.Evaluation)

@@ -2,6 +2,7 @@
 
 import argparse
 import itertools
+import os
 import shlex
 import sys
 import time
@@ -137,17 +138,19 @@ def _evaluate(run: RunFolder, settings: RunSettings, data: Any = None, **given: 
 
 def compare(options: argparse.Namespace) -> None:
     """Set evaluated runs side by side."""
-    if RunFolder(options.out).config.exists():
+    out = RunFolder(options.out)
+    if out.config.exists():
         raise InputError(f"--out {options.out}: is a run, whose own report.html would be replaced; give another folder")
-    runs = [tasks.open_evaluated(folder) for folder in dict.fromkeys(options.folders)]
+    runs = [tasks.open_evaluated(path) for path in {os.path.realpath(path): path for path in options.folders}.values()]
     names = [run.folder.name for run in runs]
     if len(set(names)) < len(names):  # folders of one name are called by their paths
         runs = [replace(run, name=str(run.folder.path)) for run in runs]
     tasks.check_comparable(runs)
-    _report(runs, options.out, shlex.join(["cdt-fast", "compare", *options.folders, "--out", options.out]))
+    words = ("cdt-fast", "compare", *(run.folder.path for run in runs), "--out", out.path)
+    _report(runs, out.path, shlex.join(map(str, words)))
 
 
-def _report(runs: list[Any], folder: str | Path, command: str) -> None:
+def _report(runs: list[Any], folder: Path, command: str) -> None:
     from cdt_fast.training import report
 
     written = report.write_report(folder, runs, command)

@@ -22,7 +22,8 @@ class RunFolder:
     """The paths of a run: `config.toml`, `metrics.jsonl`, `model/`, `checkpoint/`, `evaluation.json`, `report.html`."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+        # A name like an option is one in no command that is printed.
+        self.path = Path(path).absolute() if os.fspath(path).startswith("-") else Path(path)
         self.config = self.path / "config.toml"
         self.metrics = self.path / "metrics.jsonl"
         self.model = self.path / "model"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import html
+import os
 import re
 import shutil
 import sys
@@ -85,6 +86,22 @@ def test_a_report_has_no_picture_of_frames_that_are_cut_short(copied_run: Any) -
     assert figures.draw_depths([run]) is not None
     copied_run.frames.write_bytes(copied_run.frames.read_bytes()[:100])
     assert figures.draw_depths([run]) is None
+
+
+def test_compare_counts_a_run_once_and_its_page_names_a_command_that_works(
+    call: Call, copied_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_figures: None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    copied_run.path.rename("-run")
+    os.symlink("-run", "link")
+    answer = call("compare", "--out=-page", "--", "link", "./-run", "-run/", "-run")
+    assert answer.status == 0
+    assert answer.out.count("(constrained, chain, untied)") == 1
+    command = f"cdt-fast compare {tmp_path}/-run --out {tmp_path}/-page"
+    assert f"<code>{command}</code> makes this page." in (tmp_path / "-page" / "report.html").read_text()
+    assert call(*command.split()[1:]).status == 0
+    (tmp_path / "-run" / "evaluation.json").unlink()
+    assert f"cdt-fast evaluate {tmp_path}/-run`" in call("compare", "--", "-run").line()
 
 
 def test_compare_does_not_replace_the_report_of_a_run(call: Call, trained: Any) -> None:
