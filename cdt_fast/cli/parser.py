@@ -38,6 +38,9 @@ class Parser(argparse.ArgumentParser):
             known = [option for option in self._option_string_actions if option.startswith("--")]
             close = difflib.get_close_matches(unknown[0].partition("=")[0].replace("_", "-"), known, n=1)
             self.error(f"unknown argument: {unknown[0]}{f'; did you mean {close[0]}?' if close else ''}")
+        for action in self._actions:  # "" as a path would be the current folder
+            if vars(parsed).get(action.dest) == "" and "." not in action.dest:
+                self.error(str(argparse.ArgumentError(action, "must not be empty")))
         return parsed, unknown
 
     def error(self, message: str) -> NoReturn:
