@@ -29,12 +29,12 @@ def evaluate_run(folder: RunFolder, settings: RunSettings, task: Task, data: Any
     used = saved["reference"]  # maybe the loss of a guess, which only the training knew
     constraints = build_constraints(settings, saved["layers"], used if isinstance(used, float) else None)
     constraints.load_state_dict(state["constraints"])
-    best, untrained = state["best"], (entry for entry in folder.read_metrics() if entry["step"] == 0)
+    best = state["best"]
     progress_made = {"trained_steps": state["step"], "steps": state["steps"], "kept_step": best["step"]}
     # Of instructions some may have been left out, which an earlier version counted.
     warmup_steps = state.get("warmup_steps", settings.warmup_steps(len(data.train)))
     progress_made |= {"warmup_steps": warmup_steps, "kept_loss": best["loss"][-1]}
-    progress_made["untrained_loss"] = next((entry["validation"]["loss"][-1] for entry in untrained), None)
+    progress_made["untrained_loss"] = best.get("untrained_loss")  # an earlier version did not keep it
     measured = task.evaluate(folder, settings, data)
     evaluation = task.Evaluation.model_validate({**judged(measured, settings, constraints), **progress_made})
     run = EvaluatedRun(folder, settings, task, evaluation)

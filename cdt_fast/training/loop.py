@@ -265,7 +265,8 @@ class Trainer:
         entry = {"loss": losses, **{name: found[name] for name in ("feasible", "worst_layer", "worst_violation")}}
         entry |= {} if error is None else {"error": error}
         if self.best is None or self._is_better(entry, self.best):
-            self.best = {"step": self.step, **entry}
+            untrained = losses[-1] if self.best is None else self.best.get("untrained_loss")
+            self.best = {"step": self.step, "untrained_loss": untrained, **entry}
             # Before the model, so that one of a step whose checkpoint never came is known by it.
             write_json(self.folder.in_place().kept, self.step)
             self.workload.save_model(self.folder.model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 from cdt_fast.checks import InputError
+from cdt_fast.files import read_json
 from cdt_fast.training.checkpoint import load_checkpoint
 from cdt_fast.training.interruption import on_signals
 from cdt_fast.training.loop import Interrupted, Trainer
@@ -160,6 +162,15 @@ def test_a_model_that_a_killed_run_kept_after_its_checkpoint_is_not_taken_for_th
     values = evaluate_run(run, config).evaluation
     assert values.kept_step >= kept[-1]["step"]
     assert values.kept_loss == load_checkpoint(run.checkpoint)["best"]["loss"][-1]
+
+
+def test_the_untrained_loss_is_that_of_the_first_validation_whatever_became_of_the_log(
+    call: Call, copied_run: RunFolder, quick_figures: None
+) -> None:
+    first, *others = copied_run.metrics.read_text().splitlines()
+    copied_run.metrics.write_text("\n".join(['{"step": 0}', *others]) + "\n")
+    assert call("evaluate", copied_run.path).status == 0
+    assert read_json(copied_run.evaluation)["untrained_loss"] == json.loads(first)["validation"]["loss"][-1]
 
 
 def test_a_checkpoint_of_other_settings_or_frames_is_refused(tiny_config: Config, tmp_path: Path) -> None:
