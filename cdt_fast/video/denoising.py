@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d, avg_pool2d, interpolate
 
 from cdt_fast.checks import InputError, check_integer, check_number, printable
-from cdt_fast.files import replaced_atomically, try_lock
+from cdt_fast.files import replaced_atomically
 from cdt_fast.models import DenoisingDUST, DenoisingViT
 from cdt_fast.ops.products import cpu_has_bf16_products
 from cdt_fast.progress import progress_bar
@@ -31,7 +31,7 @@ from cdt_fast.video.networks import SHIPPED, Denoiser, device_of, load_network, 
 from cdt_fast.video.noise import LEVELS, LITTLE_NOISE, estimated_noise, finest_noise
 from cdt_fast.video.settings import VideoSettings
 from cdt_fast.video.task import doubts
-from cdt_fast.video.writing import check_target, remove_leftovers, write_video
+from cdt_fast.video.writing import check_target, write_video
 
 # Noise estimated of a plane, as a share of that at half its size: twice of white noise, nothing of repeated pixels.
 _ENLARGED = 0.1
@@ -287,9 +287,7 @@ def denoise_video(
         print(printable(f"cdt-fast: note: {caution}"), file=sys.stderr)
     label = f"denoise {frames.path.name}"
     shown = progress_bar(map(colored, frames.frames()), desc=label, unit="frame", total=frames.expected)
-    remove_leftovers(target)
-    with replaced_atomically(target) as temporary, temporary.open("rb") as locked:
-        try_lock(locked)
+    with replaced_atomically(target) as temporary:
         written, notes = write_video(temporary, target, denoising.frames(shown), frames)
         if not overwrite:  # another process may have written it
             check_target(target, Path(source), overwrite)

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from cdt_fast.checks import InputError, require
-from cdt_fast.files import remove_leftovers as remove_leftovers
 from cdt_fast.video.data.source import DEFAULT_FRAME_RATE, FrameSource
 from cdt_fast.video.data.video_file import FULL_RANGE, LIMITED_RANGE, UNSPECIFIED, VideoFile, is_cover, yuv_matrix
 
