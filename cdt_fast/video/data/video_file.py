@@ -186,7 +186,8 @@ class VideoFile(FrameSource):
         transparent = pixels.has_palette or any(component.is_alpha for component in components)
         gray = pixels.name.startswith("gray")
         form = "gray" if gray else "rgba" if transparent else "rgb24"
-        shown = frame.to_ndarray(format=form, interpolation=EXACT)
+        wide = pixels.chroma_width(2) == 2
+        shown = (frame if wide else _unsited(frame)).to_ndarray(format=form, interpolation=EXACT)
         if gray and frame.color_range == LIMITED_RANGE:  # which FFmpeg leaves as it is
             shown = np.rint((shown.astype(np.float32) - 16) * (255 / 219)).clip(0, 255).astype(np.uint8)
         # WebM names its transparency, which FFmpeg's own decoders leave out.
@@ -221,6 +222,20 @@ class VideoFile(FrameSource):
         if min(abs(a), abs(b)) > 0.02 * max(abs(a), abs(b)):
             self.lost["the part of its turn that is no multiple of 90 degrees"] = None
         return a, b, c, d
+
+
+def _unsited(frame: Any) -> Any:
+    """Return a frame without the place of its colors, which H.264 states: by it FFmpeg repeats them a pixel away from
+    those whose mean is written again."""
+    from av import VideoFrame
+
+    plain = VideoFrame(frame.width, frame.height, frame.format.name)
+    for planes in zip(frame.planes, plain.planes, strict=True):
+        rows, copy = (np.asarray(memoryview(plane)).view(np.uint8).reshape(-1, plane.line_size) for plane in planes)
+        width = min(rows.shape[1], copy.shape[1])
+        copy[:, :width] = rows[:, :width]
+    plain.colorspace, plain.color_range = frame.colorspace, frame.color_range
+    return plain
 
 
 def yuv_matrix(tag: int, height: int, width: int) -> int:
