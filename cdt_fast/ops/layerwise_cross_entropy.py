@@ -147,15 +147,8 @@ def layerwise_cross_entropy(
         rows=rows,
     )
     head = weight, None if bias is None else bias.to(weight.dtype)
-    tensors = *head, per_depth_targets, class_weights, None if weights is None else weights.detach()
-    total, per_depth, *_ = _losses(hidden, *tensors, *options)
-    if weights is not None:
-        per_depth = per_depth.detach()
-    if weights is not None and weights.requires_grad:
-        # The operator takes them for numbers: what is added has the value zero, and the gradient of a weight.
-        weights = weights.to(per_depth.device, per_depth.dtype, non_blocking=True)
-        total = total + torch.dot(weights - weights.detach(), per_depth)
-    return common.LayerwiseLosses(total, per_depth)
+    total, per_depth, *_ = _losses(hidden, *head, per_depth_targets, class_weights, weights, *options)
+    return common.LayerwiseLosses(total, per_depth if weights is None else per_depth.detach())
 
 
 def layerwise_cross_entropy_reference(
@@ -678,7 +671,7 @@ def _forward(
     number, rows = _select_rows(depths, weight, targets, class_weights, options)
     head, matrices = _Head(weight, bias, options), [common.rows_of(depth) for depth in hidden]
     losses = torch.empty(rows[-1].stop, dtype=wide, device=device)
-    weights = torch.ones(depths, dtype=wide, device="cpu") if depth_weights is None else depth_weights
+    weights = torch.ones(depths, dtype=wide, device="cpu") if depth_weights is None else depth_weights.detach()
     on = [options.fused and not zero for zero in common.zero_weight_mask(weights)]
     weights = common.on_device(weights, device, wide)
     scales = _times_factors(weights, rows)
@@ -773,38 +766,40 @@ def _scale(
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     hidden, weight, bias, targets, class_weights, depth_weights, *flat = inputs
-    _, _, factor, found = output
+    _, per_depth, factor, found = output
     ctx.options = _Options(*flat)
     # What is found stays differentiable, so that a second derivative of a fused call is seen, and refused.
     ctx.mark_non_differentiable(factor)
     ctx.depths, ctx.own_targets, ctx.weight_dtype = len(hidden), len(targets), weight.dtype
     # The gradients of a fused forward have the weights in them.
-    inputs = () if ctx.options.fused else (depth_weights, weight, bias, class_weights, *targets, *hidden)
-    ctx.save_for_backward(factor, *inputs, *found)
+    inputs = () if ctx.options.fused else (weight, bias, class_weights, *targets, *hidden)
+    ctx.save_for_backward(factor, per_depth, depth_weights, *inputs, *found)
 
 
 def _backward(ctx: Any, grad_total: Tensor | None, grad_per_depth: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    """Return the gradients of the hidden states, the weight and the bias."""
-    factor, *saved = ctx.saved_tensors
+    """Return the gradients of the inputs up to the weights of the depths."""
+    factor, per_depth, weights, *saved = ctx.saved_tensors
     options, depths = ctx.options, ctx.depths
     factors = factor.new_zeros(depths)
     for grad in (grad_total, grad_per_depth):
         factors = factors if grad is None else factors + grad * factor
-    if not options.fused and saved[0] is not None:  # then there is no other gradient than that of the total
-        factors = factors * saved[0].to(factors)
+    if not options.fused and weights is not None:  # then there is no other gradient than that of the total
+        factors = factors * weights.to(factors)
     plain = common.is_plain_eager(factors, *saved)
+    needs = [*options.needs_hidden, options.needs_weight, options.needs_bias]
     if options.fused:
         off = common.zero_weight_mask(factors) if plain else [False] * depths
         found = _scale(factors, saved, off, options.needs_hidden, ctx.weight_dtype)
     else:
-        _, weight, bias, class_weights, *saved = saved
+        weight, bias, class_weights, *saved = saved
         targets, saved = saved[: ctx.own_targets], saved[ctx.own_targets :]
         hidden, kept = saved[:depths], saved[depths] if options.keeps else None
         differentiate = _gradients if plain else _gradients_operator
-        found = differentiate(factors, kept, hidden, weight, bias, targets, class_weights, *options)
-    needs = [*options.needs_hidden, options.needs_weight, options.needs_bias]
+        tensors = factors, kept, hidden, weight, bias, targets, class_weights
+        found = differentiate(*tensors, *options) if any(needs) else []
     *of_hidden, of_weight, of_bias = operators.scatter(found, needs)
-    return of_hidden, of_weight, of_bias
+    of_weights = (grad_total * per_depth).to(weights) if ctx.needs_input_grad[5] and grad_total is not None else None
+    return of_hidden, of_weight, of_bias, [None] * ctx.own_targets, None, of_weights
 
 
 _HEAD = "Tensor weight, Tensor? bias, Tensor[] targets, Tensor? class_weights"

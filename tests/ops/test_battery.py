@@ -20,6 +20,7 @@ from torch.autograd import forward_ad
 from cdt_fast import ops
 from cdt_fast.checks import InputError
 from tests.ops.battery import (
+    DEPTHS,
     EXTRAS,
     LAYOUTS,
     LOSSES,
@@ -253,6 +254,25 @@ def test_a_second_derivative_is_refused(name: str) -> None:
             InputError, match=rf"^{case.op} can be differentiated once; for a second derivative use its"
         ):
             torch.autograd.grad(gradients[0].square().sum(), list(leaves.values()), allow_unused=True)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("name", [name for name, (_, extras, _) in VARIANTS.items() if "weights" in extras])
+def test_the_gradient_of_depth_weights_has_a_derivative_or_refuses_one(name: str, frozen: bool) -> None:
+    case, found = variant(name), []
+    for function in (formula, call):
+        leaves = leaves_of(case)
+        given = {name: each.detach() if frozen and name == "weight" else each for name, each in leaves.items()}
+        depths = [leaves[name] for name in DEPTHS]
+        (slope,) = torch.autograd.grad(function(case, given)[0], leaves["depth_weights"], create_graph=True)
+        try:
+            second = torch.autograd.grad(slope.square().sum() + depths[0].square().sum(), depths)
+        except InputError as error:
+            if not str(error).startswith(case.op):
+                raise
+            second = found[0][1:]
+        found.append([slope, *second])
+    assert_close(*found)
 
 
 @pytest.mark.parametrize("transform", ["jvp", "vjp", "grad", "dual", "vmap"])
