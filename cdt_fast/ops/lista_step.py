@@ -97,7 +97,7 @@ def _forward_fake(codes: Tensor, signal: Tensor, *others: Any) -> tuple[Tensor, 
 
 @operators.gradients_of(
     "lista_step",
-    lambda grad, output, dictionary, *others: (output, output.new_empty(len(output), len(dictionary)), dictionary),
+    lambda _, output, matrix, *others: (output, output.new_empty(output.shape[0], matrix.shape[0]), matrix),
 )
 @common.outside_autocast
 def _gradients(

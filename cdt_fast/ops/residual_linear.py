@@ -93,7 +93,7 @@ def _forward_fake(x: Tensor, weight: Tensor, *others: Any) -> Tensor:
 
 
 def _like(grad: Tensor, _: Any, x: Tensor | None, weight: Tensor | None, dtype: torch.dtype, *others: Any) -> list[Any]:
-    of_x = None if weight is None else grad.new_empty(len(grad), len(weight))
+    of_x = None if weight is None else grad.new_empty(grad.shape[0], weight.shape[0])
     of_weight = None if x is None else grad.new_empty(x.shape[1], grad.shape[1], dtype=dtype)
     return [of_x, of_weight, grad]
 

@@ -15,7 +15,9 @@ import torch.utils.checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import forward_ad
+from torch.utils._pytree import tree_leaves
 
 from cdt_fast import ops
 from cdt_fast.checks import InputError
@@ -155,14 +157,20 @@ def test_compiles_without_a_graph_break(name: str, dynamic: bool) -> None:
         return [output for output in found if output.requires_grad]
 
     torch._dynamo.reset()
-    compiled = torch.compile(network, fullgraph=True, dynamic=dynamic, backend="aot_eager")
-    for tokens in (3, 5):
-        case, found = variant(name, tokens=tokens), []
+    counter, counts = CompileCounterWithBackend("aot_eager"), set()
+    compiled = torch.compile(network, fullgraph=True, dynamic=dynamic, backend=counter)
+    for tokens, batch in ((7, 8), (3, 9), (5, 10)):  # first no other sizes, for which one symbol would stand
+        case, found = variant(name, tokens=tokens, leading=(batch,)), []
         for function in (network, compiled):
             leaves = leaves_of(case)
+            for tensor in tree_leaves((leaves, case.options)) if dynamic else ():
+                if isinstance(tensor, Tensor) and tensor.shape[:1] == (batch,):
+                    torch._dynamo.mark_dynamic(tensor, 0)
             outputs = function(case, leaves)
             found.append([*outputs, *differentiate(outputs, list(leaves.values()))])
         assert_close(*found)
+        counts.add(counter.frame_count)
+    assert not dynamic or len(counts) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, *LOW_DTYPES], ids=str)
