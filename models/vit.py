@@ -169,9 +169,9 @@ class DenoisingViT(PretrainedModel):
         embeddings = self.vit.embeddings
         convolution = embeddings.patch_embeddings.projection
         # A convolution whose stride is its kernel is a linear map of each patch.
-        patches = noisy.reshape(noisy.shape[:-2].numel(), *noisy.shape[-2:])
+        patches = noisy.reshape(math.prod(noisy.shape[:-2]), *noisy.shape[-2:])
         tokens = nn.functional.linear(patches, convolution.weight.flatten(1), convolution.bias)
-        first = embeddings.cls_token.to(tokens.dtype).expand(len(tokens), -1, -1)
+        first = embeddings.cls_token.to(tokens.dtype).expand(tokens.shape[0], -1, -1)
         states = torch.cat((first, tokens), 1) + embeddings.position_embeddings
         yield states
         # Newer versions of transformers keep the blocks in `layers`, older ones in `encoder.layer`.

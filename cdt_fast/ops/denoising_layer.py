@@ -73,14 +73,15 @@ def denoising_layer(
     rows, alike = common.sequences(signal, dtype), common.sequences(features, dtype)
     widths = rows.shape[2], dictionary.shape[1], rows.shape[2]
     fits = unfused_reason(rows.shape[1], widths, dtype, rows.device) is None
-    numbers = torch.stack([given[name].reshape(-1).expand(len(rows)) for name in ("scale", "factor")], 1)
+    numbers = torch.stack([given[name].reshape(-1).expand(rows.shape[0]) for name in ("scale", "factor")], 1)
     tensors = rows, alike, dictionary, thresholds, numbers, torch.stack((self_bias, sharpness))
     if fits and common.choose_backend("denoising_layer", rows, multiplies=True) == "triton":
         tokens, variance = _layer(*tensors)
     else:
         with common.without_autocast(rows):
             recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-            tokens, variance = (_formula if recorded else _inference)(*tensors)
+            blocked = not recorded and common.is_plain_eager(*tensors)  # a compiler fuses the formula
+            tokens, variance = (_inference if blocked else _formula)(*tensors)
     return DenoisedTokens(tokens.view(signal.shape), variance.view(signal.shape[:-1]))
 
 

@@ -121,8 +121,8 @@ def layerwise_cross_entropy(
     hidden, dtype = common.detach_zero_weighted(hidden_states, weights), common.compute_dtype(hidden_states[0])
     needs = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (weight, bias, *hidden)]
     # A classifier's gradients of the logits are smaller than those of its hidden states, which would have to be scaled.
-    keeps = any(needs) and rows <= weight.shape[1] and sum(math.prod(depth.shape[:-1]) for depth in hidden) > FEW_ROWS
-    keeps = keeps and common.is_plain_eager(weight, bias, class_weights, weights, *per_depth_targets, *hidden)
+    keeps = any(needs) and common.is_plain_eager(weight, bias, class_weights, weights, *per_depth_targets, *hidden)
+    keeps = keeps and rows <= weight.shape[1] and sum(math.prod(depth.shape[:-1]) for depth in hidden) > FEW_ROWS
     options = _Options(
         ignore_index=ignore_index,
         label_smoothing=smoothing,
@@ -222,7 +222,7 @@ def _check(states: Sequence[Tensor], weight: Tensor, targets: Tensor | Sequence[
     first = states[0]
     shape = None, first.shape[-1]
     common.check_tensor("weight", weight, 2, "[V, d]", shape, "V by the width of the hidden states")
-    if not len(weight):
+    if not weight.shape[0]:
         raise InputError(f"weight must hold at least one row, got shape {tuple(weight.shape)}")
     if bias is not None:
         common.check_tensor("bias", bias, 1, "[V]", weight.shape[:1], "one number a row of weight")

@@ -45,7 +45,7 @@ def residual_linear(
     common.check_tensor("weight", weight, 2, "[n, m]", (x.shape[-1], None), "width of x by any width")
     common.check_tensor("residual", residual, 1, "[..., m] or [m]")
     shapes = (weight.shape[1],), (*x.shape[:-1], weight.shape[1])
-    if tuple(residual.shape) not in shapes:
+    if tuple(residual.shape) != shapes[residual.dim() > 1]:  # tuples of two ranks would compare a batch with m
         raise InputError(f"residual must have shape {shapes[0]} or {shapes[1]}, got {tuple(residual.shape)}")
     common.check_together(x=x, weight=weight, residual=residual)
     check_choice("nonlinearity", nonlinearity, get_args(common.Nonlinearity))

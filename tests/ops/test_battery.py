@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import forward_ad
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from cdt_fast import ops
 from cdt_fast.checks import InputError
@@ -171,6 +171,24 @@ def test_compiles_without_a_graph_break(name: str, dynamic: bool) -> None:
         assert_close(*found)
         counts.add(counter.frame_count)
     assert not dynamic or len(counts) == 1
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@EVERY
+def test_exports_with_a_batch_of_any_size(name: str, trained: bool) -> None:
+    class Network(torch.nn.Module):
+        def forward(self, tensors: dict[str, Tensor], options: dict[str, Any]) -> list[Tensor]:
+            return call(Case(op, {}, options), tensors)
+
+    op, batch = VARIANTS[name][0], torch.export.Dim("batch", min=2, max=4096)
+    given = []
+    for size in (7, 9):
+        case = variant(name, leading=(size,))
+        given.append((leaves_of(case) if trained else case.tensors, case.options))
+    shapes = tree_map(lambda one: {0: batch} if isinstance(one, Tensor) and one.shape[:1] == (7,) else None, given[0])
+    exported = torch.export.export(Network(), given[0], dynamic_shapes=shapes, strict=False).module()
+    for tensors, options in given:
+        assert_close(exported(tensors, options), call(Case(op, {}, options), tensors), 1e-9)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, *LOW_DTYPES], ids=str)
