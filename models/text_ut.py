@@ -172,9 +172,9 @@ class TextUT(PretrainedModel):
 
 
 def _check_range(numbers: Tensor, least: int, most: int, message: str) -> None:
-    """Require integers within a range on the CPU (a GPU would be waited for, and a compiled graph cannot look);
+    """Require integers within a range on the CPU (a GPU would be waited for, and a traced graph cannot look);
     `message` has places for a wrong number and for `most`, which as text would be a constant of the compiler's."""
-    if numbers.device.type == "cpu" and not torch.compiler.is_compiling() and numbers.numel():
+    if numbers.device.type == "cpu" and common.is_plain_eager(numbers) and numbers.numel():
         for number in (int(numbers.min()), int(numbers.max())):
             if not least <= number <= most:
                 raise InputError(message.format(number=number, most=most))

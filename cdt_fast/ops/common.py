@@ -470,7 +470,7 @@ def weights_of_depths(depth_weights: Weights, depths: int, name: str = "depth_we
 
 def on_device(numbers: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Move a few numbers; from a CPU to a GPU as arguments of a kernel, since a CUDA graph takes no copy from there."""
-    if device.type == "cpu" or numbers.device.type != "cpu" or numbers.requires_grad or torch.compiler.is_compiling():
+    if device.type == "cpu" or numbers.device.type != "cpu" or numbers.requires_grad or not is_plain_eager(numbers):
         return numbers.to(device, dtype, non_blocking=True)
     moved = torch.zeros(len(numbers), dtype=dtype, device=device)
     torch._foreach_add_(list(moved.unbind()), numbers.tolist())
@@ -483,8 +483,8 @@ def zero_weight_mask(factors: Tensor) -> list[bool]:
 
 
 def detach_zero_weighted(tensors: Sequence[Tensor], weights: Tensor | None) -> list[Tensor]:
-    """Detach the depths whose weight is known to be zero (not under torch.compile), so that they get no gradient."""
-    if weights is None or torch.compiler.is_compiling():
+    """Detach the depths whose weight is known to be zero (in plain eager mode alone), so that they get no gradient."""
+    if weights is None or not is_plain_eager(weights, *tensors):
         return list(tensors)
     zeros = zero_weight_mask(weights)
     return [tensor.detach() if zero else tensor for tensor, zero in zip(tensors, zeros, strict=True)]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils import prune
 
 from cdt_fast import models
@@ -132,6 +133,14 @@ def test_torch_compile_sees_one_graph() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(tokens), model(tokens), rtol=1e-12, atol=1e-13)
+
+
+def test_losses_have_shapes_in_a_mode_without_values() -> None:
+    with FakeTensorMode():
+        model = models.TextUT((11, 6), 3, 2)
+        losses = model.layer_losses(torch.ones(3, 4, dtype=torch.int64), torch.ones(3, dtype=torch.int64), [0.0, 1, 2])
+        losses.total.backward()
+    assert losses.per_depth.shape == (3,)
 
 
 def test_new_weights_start_as_xavier_says() -> None:

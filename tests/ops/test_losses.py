@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from cdt_fast import ops
 from cdt_fast.ops.layerwise_cross_entropy import CHUNK_BYTES, layerwise_cross_entropy_reference
@@ -15,6 +17,7 @@ from tests.ops.battery import (
     DEPTHS,
     LOSSES,
     LOW_DTYPES,
+    Case,
     assert_close,
     assert_equal,
     build,
@@ -62,6 +65,24 @@ def test_weights_of_any_kind_and_depths_that_they_switch_off(op: str, kind: str)
             assert_close([each.grad], [gradient])
     if kind == "trained":
         assert_close([weights.grad], [losses.float()], 1e-6)
+
+
+@BOTH
+def test_weights_as_numbers_in_a_mode_without_values(op: str) -> None:
+    with FakeTensorMode():
+        case = build(op, depth_weights=[0.3, 0.0, -1.5])
+        leaves = leaves_of(case)
+        call(case, leaves)[0].backward()
+        assert all(each.grad is not None and each.grad.shape == each.shape for each in leaves.values())
+
+
+@BOTH
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_weights_as_numbers_in_a_graph_of_make_fx(op: str, mode: Any) -> None:
+    case = build(op, depth_weights=[0.3, 0.0, -1.5])
+    given = case.tensors, {name: each for name, each in case.options.items() if isinstance(each, torch.Tensor)}
+    traced = make_fx(lambda tensors, others: call(Case(op, {}, case.options | others), tensors), tracing_mode=mode)
+    assert_close(traced(*given)(*given), call(case))
 
 
 @BOTH
