@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch.utils._pytree import tree_map_only
 
 from cdt_fast.checks import InputError
@@ -46,6 +47,9 @@ def differentiable(
         setup_context(ctx, inputs, output)
 
     def whole_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        given = [grad for grad in grads if isinstance(grad, Tensor)]
+        if any(_functorch.is_batchedtensor(grad) or _functorch.is_legacy_batchedtensor(grad) for grad in given):
+            raise InputError(f"{name} takes no batch of gradients (vmap): use its formula, {name}_reference")
         missing = all(grad is None for grad in grads if not isinstance(grad, list))
         with torch.no_grad():
             found = () if missing else tuple(backward(ctx, *grads))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import inspect
 import itertools
@@ -299,6 +300,21 @@ def test_the_gradient_of_depth_weights_has_a_derivative_or_refuses_one(name: str
             second = found[0][1:]
         found.append([slope, *second])
     assert_close(*found)
+
+
+@EVERY_OPERATOR
+def test_a_batch_of_gradients_is_refused(name: str) -> None:
+    case = variant(name)
+    words = rf"^{case.op} takes no batch of gradients .* {case.op}_reference"
+    for mode in (Noted(), contextlib.nullcontext()):
+        leaves = leaves_of(case)
+        with mode:
+            output = call(case, leaves)[0]
+        many, first = output.detach().expand(2, *output.shape), next(iter(leaves.values()))
+        with pytest.raises(InputError, match=words):
+            torch.autograd.grad(output, first, many, is_grads_batched=True, retain_graph=True)
+        with pytest.raises(InputError, match=words):
+            torch.func.vmap(functools.partial(torch.autograd.grad, output, first))(many)
 
 
 @pytest.mark.parametrize("transform", ["jvp", "vjp", "grad", "dual", "vmap"])
