@@ -50,6 +50,9 @@ class WrappedForward:
             del self._module.forward
             if self._own:
                 self._module.forward = self.original
+        for part in self._module.modules():  # a compiled forward has put the method of its class there
+            if getattr(vars(part).get("forward"), "__func__", None) is type(part).forward:
+                del part.forward
 
 
 def _forward_of(name: str, signature: inspect.Signature) -> Any:

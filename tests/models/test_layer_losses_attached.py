@@ -83,7 +83,8 @@ def test_compiled_as_one_graph(name: str) -> None:
     """After a forward with labels it is right; before, torch's refusal says what to do."""
     torch._dynamo.reset()
     model, inputs = build(name, num_hidden_layers=1), inputs_of(name)
-    attach_layer_losses(model)
+    own = [module for module in model.modules() if "forward" in vars(module)]
+    handle = attach_layer_losses(model)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     with pytest.raises(RuntimeError, match="call the model once with labels before it is compiled"):
         compiled(**inputs)
@@ -91,6 +92,8 @@ def test_compiled_as_one_graph(name: str) -> None:
     torch.testing.assert_close(compiled(**inputs).layer_losses, losses, **EXACT)
     with pytest.raises(InputError, match="targets"):
         compiled(**{**inputs, "labels": torch.full_like(inputs["labels"], 10**6)})
+    handle.remove()
+    assert own == [module for module in model.modules() if "forward" in vars(module)]
 
 
 @pytest.mark.parametrize("name", KINDS)
