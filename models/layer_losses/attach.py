@@ -225,14 +225,16 @@ class LayerLosses:
                 f"has {len(layout.layers)} now: call remove() before that, and attach after"
             )
         if layout is not self._layout and layout != self._layout:  # the first is all that a compiler follows
-            self._reader.remove()
-            self._layout, self._reader = layout, DepthReader(layout, self.taps)
+            self._layout = layout
         if self._checked is not self._layout:
             check_first_forward(self._layout, self.taps, self._wrapped, self._read_few, arguments)
             self._checked = self._layout
 
-    def _read_few(self, arguments: dict[str, Any], labels: Tensor, positions: Sequence[int]) -> Any:
-        """Return the mean loss of the last depth, and the logits at some positions of `taps`."""
+    def _read_few(self, layout: Layout, arguments: dict[str, Any], labels: Tensor, positions: Sequence[int]) -> Any:
+        """Return the mean loss of the last depth, and the logits at some positions of `taps`; `layout` is read from now
+        on."""
+        self._reader.remove()
+        self._reader = DepthReader(layout, self.taps)
         targets, count = targets_of(labels, self._layout.classes, shift=self.shifts_labels)
 
         def form(head: Callable[..., Tensor], features: list[Tensor]) -> tuple[Tensor, list[Tensor]]:

@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from cdt_fast.checks import InputError
 from cdt_fast.models.layer_losses.layout import Layout, unsupported
 from cdt_fast.models.layer_losses.outputs import IGNORED, router_loss, targets_of
-from cdt_fast.models.layer_losses.reading import state_of, without_gradients
+from cdt_fast.models.layer_losses.reading import state_of, tail_of, without_gradients
 from cdt_fast.models.layer_losses.wrapping import WrappedForward
 
 _ROWS, _TOKENS = 4, 32
@@ -29,7 +30,7 @@ def check_first_forward(
     layout: Layout,
     taps: Sequence[int],
     wrapped: WrappedForward,
-    read: Callable[[dict[str, Any], Tensor, Sequence[int]], tuple[Tensor, list[Tensor]]],
+    read: Callable[[Layout, dict[str, Any], Tensor, Sequence[int]], tuple[Tensor, list[Tensor]]],
     arguments: dict[str, Any],
 ) -> None:
     """Require the logits at a depth to be the model's own when the layers after that depth hand their input on, and
@@ -37,9 +38,9 @@ def check_first_forward(
 
     Compared are the last depth and, of each class of layers, the first and the last depth before such a layer: a model
     that mixes depths differs at the last. In training mode the loss is compared once more, with the logits of a forward
-    in which the outermost module alone trains, where a term of training alone stands. `read` takes arguments, labels
-    and positions in `taps` (−1: the last depth, in any case), and returns the last depth's loss and the logits at the
-    positions.
+    in which the outermost module alone trains, where a term of training alone stands. `read` takes the layout with
+    the tail that ran, arguments, labels and positions in `taps` (−1: the last depth, in any case), and returns the last
+    depth's loss and the logits at the positions.
     """
     model, layers, training = layout.model, len(layout.layers), layout.model.training
     arguments, labels = _few(layout, wrapped.names, arguments)
@@ -48,7 +49,9 @@ def check_first_forward(
     with _without_dropout(model):
         try:
             with _same_random_numbers(model):
-                loss, depths = read(arguments, labels, positions)
+                tail = tail_of(layout, lambda: wrapped.original(**arguments))
+            with _same_random_numbers(model):
+                loss, depths = read(dataclasses.replace(layout, tail=tail), arguments, labels, positions)
         except InputError:
             raise
         except Exception as error:  # any: the code is not ours

@@ -17,12 +17,11 @@ from cdt_fast.ops.common import describe
 # Endings of class names, and whether such a model reads tokens.
 _CLASSIFIERS, _LANGUAGE_MODELS = ("ForSequenceClassification", "ForImageClassification"), ("ForCausalLM", "LMHeadModel")
 _ENDINGS = dict.fromkeys(_CLASSIFIERS, False) | dict.fromkeys(_LANGUAGE_MODELS, True)
-# What may stand between the last layer and the head: a norm, then a projection. The first forward checks it by values.
-_NORMS = (
+# What may stand between the last layer and the head: a norm, a projection. The first forward shows whether it does.
+_TAIL = (
     *("norm", "ln_f", "final_layer_norm", "final_layernorm", "norm_f", "final_norm", "layernorm", "layer_norm"),
-    *("ln", "LayerNorm", "output_layernorm", "embedding_norm", "emb_layer_norm_after", "out_norm"),
+    *("ln", "LayerNorm", "output_layernorm", "embedding_norm", "emb_layer_norm_after", "out_norm", "project_out"),
 )
-_PROJECTIONS = ("project_out",)
 _SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")  # Gemma 2, RecurrentGemma, xLSTM
 # Cohere (which keeps a copy of its own), Falcon-H1 and Granite; the last one divides.
 _SCALES = (("logit_scale", 1), ("lm_head_multiplier", 1), ("logits_scaling", -1))
@@ -38,7 +37,7 @@ class Layout:
     model: nn.Module  # the module whose forward has `labels`
     base: nn.Module  # the part of it that returns hidden states
     layers: _Modules
-    tail: _Modules  # what `base` applies to the output of the last layer, in this order
+    tail: _Modules  # what `base` may apply to the output of the last layer; a reader's: what it does, in this order
     head: nn.Module  # the linear map to the logits, as `model` calls it
     classes: int  # V, the number of its outputs
     scale: float  # the factor of the logits
@@ -93,7 +92,7 @@ def find_layout(wrapped: Any) -> Layout:
         model=model,
         base=base,
         layers=layers,
-        tail=tuple(child for names in (_NORMS, _PROJECTIONS) for name, child in owned if name in names),
+        tail=tuple(child for name, child in owned if name in _TAIL),
         head=head,
         classes=outputs_of(in_use(head)),
         scale=math.prod((float(scale) ** power for scale, power in scales if isinstance(scale, Real)), start=1.0),

@@ -148,6 +148,28 @@ class DepthReader:
             return self.layout.head(given)
 
 
+def tail_of(layout: Layout, run: _Run) -> tuple[nn.Module, ...]:
+    """Return the modules that `run`, a forward, applies to what the last layer returns: others of the tail's names
+    stand before the layers, or are given pooled rows."""
+    shape: list[Any] = [None]
+    ran: list[nn.Module] = []
+
+    def last_layer_ran(layer: nn.Module, args: Any, output: Any) -> None:
+        shape[0] = getattr(output[0] if isinstance(output, tuple | list) else output, "shape", None)
+        ran.clear()
+
+    def runs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if module not in ran and getattr(state_of(args, kwargs), "shape", ()) == shape[0]:
+            ran.append(module)
+
+    with contextlib.ExitStack() as hooks:
+        hooks.callback(layout.layers[-1].register_forward_hook(last_layer_ran).remove)
+        for module in layout.tail:
+            hooks.callback(module.register_forward_pre_hook(runs, with_kwargs=True).remove)
+        run()
+    return tuple(ran)
+
+
 def _autocast_of(tensor: Tensor) -> _Autocast:
     return (tensor.device.type, torch.get_autocast_dtype(tensor.device.type)) if in_autocast(tensor) else None
 

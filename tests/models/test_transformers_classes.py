@@ -23,6 +23,7 @@ RIGHT_CLASSES = {
     "Zamba2ForCausalLM": "two kinds of layers, one of them with the embeddings as an argument",
     "BigBirdForSequenceClassification": "what its base pools is not what its head reads",
     "MegatronBertForSequenceClassification": "a final norm of another name",
+    "Wav2Vec2ForSequenceClassification": "a norm of such a name stands before its layers",
     "CanineForSequenceClassification": "does not say which its word embeddings are",
     "CLIPForImageClassification": "its prefix names no part of it",
 }
