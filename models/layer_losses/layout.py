@@ -20,7 +20,8 @@ _ENDINGS = dict.fromkeys(_CLASSIFIERS, False) | dict.fromkeys(_LANGUAGE_MODELS, 
 # What may stand between the last layer and the head: a norm, a projection. The first forward shows whether it does.
 _TAIL = (
     *("norm", "ln_f", "final_layer_norm", "final_layernorm", "norm_f", "final_norm", "layernorm", "layer_norm"),
-    *("ln", "LayerNorm", "output_layernorm", "embedding_norm", "emb_layer_norm_after", "out_norm", "project_out"),
+    *("ln", "LayerNorm", "output_layernorm", "embedding_norm", "emb_layer_norm_after", "out_norm", "post_layernorm"),
+    "project_out",
 )
 _SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")  # Gemma 2, RecurrentGemma, xLSTM
 # Cohere (which keeps a copy of its own), Falcon-H1 and Granite; the last one divides.

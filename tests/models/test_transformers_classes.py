@@ -25,7 +25,8 @@ RIGHT_CLASSES = {
     "MegatronBertForSequenceClassification": "a final norm of another name",
     "Wav2Vec2ForSequenceClassification": "a norm of such a name stands before its layers",
     "CanineForSequenceClassification": "does not say which its word embeddings are",
-    "CLIPForImageClassification": "its prefix names no part of it",
+    "CLIPForImageClassification": "its prefix names no part of it; its post_layernorm is for pooled rows alone",
+    "SiglipForImageClassification": "its post_layernorm is the final norm",
 }
 REFUSED_CLASSES = {
     "BertLMHeadModel": r"its head \(BertOnlyMLMHead\) is more than one linear map",
