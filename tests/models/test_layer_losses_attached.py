@@ -241,6 +241,21 @@ def test_what_is_not_the_models_own_loss_is_refused_with_both_numbers(taps: Any)
         assert handle._reader._states is None
 
 
+def smoothed(logits: Tensor, labels: Tensor, vocab_size: int, **kwargs: Any) -> Tensor:
+    rows = logits[:, :-1].float().reshape(-1, vocab_size)
+    return nn.functional.cross_entropy(rows, labels[:, 1:].flatten(), label_smoothing=0.01)
+
+
+@pytest.mark.parametrize("precision", ["float32", "autocast", "bfloat16"])
+def test_a_loss_function_of_the_users_own_is_refused_in_any_precision(precision: str) -> None:
+    model = build("llama").to(torch.bfloat16 if precision == "bfloat16" else torch.float32)
+    model.loss_function = smoothed
+    attach_layer_losses(model)
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast")
+    with autocast, pytest.raises(InputError, match="its loss is no cross-entropy of the labels"):
+        model(**tokens())
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_a_loss_of_training_alone_is_refused_in_training(name: str) -> None:
     model, inputs = build(name), inputs_of(name)
