@@ -146,6 +146,8 @@ class LayerLosses:
         kwargs.update(zip(self._wrapped.names[: len(args)], args, strict=True))
         if "depth_weights" in kwargs:  # transformers' **kwargs would swallow it
             raise InputError("a forward takes no depth_weights: set weights on the handle of attach_layer_losses")
+        if (ignored := kwargs.get("ignore_index", IGNORED)) != IGNORED:
+            raise InputError(f"ignore_index must be {IGNORED}, got {ignored}: give the labels to be ignored that value")
         reads_logits = kwargs.pop(_READS_LOGITS, False)
         if not reads_logits and kwargs.get("labels") is None and kwargs.get("shift_labels") is None:
             return self._wrapped.original(**kwargs)

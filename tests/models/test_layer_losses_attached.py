@@ -335,6 +335,8 @@ def test_labels_and_weights_that_cannot_be_used(name: str) -> None:
         handle.weigths = None  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises(InputError, match="takes no depth_weights: set weights on the handle"):
         model(**inputs, labels=labels, depth_weights=WEIGHTS)
+    with pytest.raises(InputError, match="ignore_index must be -100, got 1: give the labels"):
+        model(**inputs, labels=labels, ignore_index=1)
 
 
 def test_a_layer_that_is_skipped() -> None:
