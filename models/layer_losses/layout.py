@@ -44,6 +44,7 @@ class Layout:
     scale: float  # the factor of the logits
     softcap: float | None  # c of `c · tanh(logits / c)`
     shifts_labels: bool  # the target of a token is the label of the next one; else, and for a classifier, its own
+    loss_function: Any  # of transformers or the user's own: another one is to be compared again
 
     def features(self, state: Tensor) -> Tensor:
         """Return a state as `base` returns the last one."""
@@ -99,6 +100,7 @@ def find_layout(wrapped: Any) -> Layout:
         scale=math.prod((float(scale) ** power for scale, power in scales if isinstance(scale, Real)), start=1.0),
         softcap=next((float(cap) for cap in caps if cap is not None), None),
         shifts_labels=reads_tokens and _shifts_labels(type(model)),
+        loss_function=getattr(model, "loss_function", None),
     )
 
 

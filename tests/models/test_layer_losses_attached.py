@@ -256,6 +256,15 @@ def test_a_loss_function_of_the_users_own_is_refused_in_any_precision(precision:
         model(**tokens())
 
 
+def test_a_loss_function_that_is_set_later_is_refused() -> None:
+    model = build("llama")
+    attach_layer_losses(model)
+    model(**tokens())
+    model.loss_function = smoothed
+    with pytest.raises(InputError, match="its loss is no cross-entropy of the labels"):
+        model(**tokens())
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_a_loss_of_training_alone_is_refused_in_training(name: str) -> None:
     model, inputs = build(name), inputs_of(name)
