@@ -87,11 +87,15 @@ class _DescentTrainer(Trainer):
     ) -> None:
         super().__init__(*args, **kwargs)
         self._check_supported()
+        self._unconstrained_steps = check_integer("unconstrained_steps", unconstrained_steps, 0)
         # Now that TRL has put its own forward in the place of the model's: that one passes on what is not for it.
         self.layer_losses = attach_layer_losses(self.model, taps)
-        self._unconstrained_steps = check_integer("unconstrained_steps", unconstrained_steps, 0)
-        made = constraints_for(constraints, self.layer_losses, self._unconstrained_steps)
-        self.constraints = made.to(self.args.device)
+        try:
+            made = constraints_for(constraints, self.layer_losses, self._unconstrained_steps)
+            self.constraints = made.to(self.args.device)
+        except Exception:
+            self.layer_losses.remove()  # so that another trainer can have the model
+            raise
         self._logged = LossSums(self.constraints, self.layer_losses.taps)
         self._entries: dict[str, float] = {}
         # The mean over the micro-batches and not their sum, in newer versions of TRL.

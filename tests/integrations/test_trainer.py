@@ -262,13 +262,15 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         ({"constraints": DescentConstraints(7)}, "layers = 7; expected 2"),
         ({"constraints": 0.1}, "DescentConstraints"),
         ({"constraints": {"dual_rl": 0.1}}, r"have no option 'dual_rl'; did you mean 'dual_lr'\?"),
+        ({"unconstrained_steps": -1}, "unconstrained_steps must be an integer >= 0, got -1"),
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
         ({"compute_loss_func": lambda *args, **kwargs: None}, "compute_loss_func"),
     ]
+    model = language_model()
     for changes, message in cases:
         with pytest.raises(InputError, match=message):
-            trainer_for(tmp_path, **changes)
-    assert trainer_for(tmp_path, {"preset": "lm"}).constraints.options.reference_mode == "anchor"
+            trainer_for(tmp_path, model=model, **changes)
+    assert trainer_for(tmp_path, {"preset": "lm"}, model=model).constraints.options.reference_mode == "anchor"
     data = [{name: value for name, value in row.items() if name != "labels"} for row in rows(4)]
     with pytest.raises(InputError, match="labels"):
         trainer_for(tmp_path, train_dataset=data).train()
