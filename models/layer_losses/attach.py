@@ -52,7 +52,8 @@ def attach_layer_losses(
     Works inside DDP, FSDP2, accelerate and peft, attached before or after they wrap the model.
 
     Args:
-        model: a …ForSequenceClassification, …ForImageClassification, …ForCausalLM or …LMHeadModel of transformers.
+        model: a …ForSequenceClassification, …ForImageClassification, …ForCausalLM, …LMHeadModel or decoder-only
+            …ForConditionalGeneration of transformers.
         taps: the depths to read, increasing: 0 is the input of the first layer, l the output of layer l, −1 the last.
             None: all L+1. Depths that are not read keep no state.
         inner_pooling: how a classifier's depths before the last are read: "own", as its last (an encoder mostly by its

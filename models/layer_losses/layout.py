@@ -15,7 +15,8 @@ from cdt_fast.checks import InputError
 from cdt_fast.ops.common import describe
 
 # Endings of class names, and whether such a model reads tokens.
-_CLASSIFIERS, _LANGUAGE_MODELS = ("ForSequenceClassification", "ForImageClassification"), ("ForCausalLM", "LMHeadModel")
+_CLASSIFIERS = ("ForSequenceClassification", "ForImageClassification")
+_LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _ENDINGS = dict.fromkeys(_CLASSIFIERS, False) | dict.fromkeys(_LANGUAGE_MODELS, True)
 # What may stand between the last layer and the head: a norm, a projection. The first forward shows whether it does.
 _TAIL = (

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -57,6 +58,23 @@ def test_losses_logits_and_gradients_of_every_depth(name: str) -> None:
     if name == "llama":  # in training there are no logits
         handle.weights = WEIGHTS
         assert check(model.train(), inputs, answer, exact).logits is None
+
+
+def test_a_language_model_that_is_given_pictures() -> None:
+    text = build("llama").config
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    vision = transformers.CLIPVisionConfig(**sizes, num_attention_heads=2, image_size=28, patch_size=14)
+    settings: dict[str, Any] = {"vision_feature_layer": -1, "image_token_index": 99}
+    config = transformers.LlavaConfig(vision_config=vision, text_config=text, **settings)
+    model = transformers.LlavaForConditionalGeneration(config).eval()
+    inputs = {**inputs_of("llama"), "pixel_values": torch.randn(3, 3, 28, 28)}
+    inputs["input_ids"][:, :4] = 99
+    states = model(**inputs, output_hidden_states=True).hidden_states
+    read = [*map(model.model.language_model.norm, states[:-1]), states[-1]]
+    labels = inputs["labels"][:, 1:].flatten()
+    losses = [torch.nn.functional.cross_entropy(model.lm_head(h)[:, :-1].flatten(0, 1), labels) for h in read]
+    attach_layer_losses(model)
+    torch.testing.assert_close(model(**inputs).layer_losses, torch.stack(losses), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", MIXTURES)

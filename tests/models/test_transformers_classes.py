@@ -24,6 +24,7 @@ RIGHT_CLASSES = {
     "BigBirdForSequenceClassification": "what its base pools is not what its head reads",
     "MegatronBertForSequenceClassification": "a final norm of another name",
     "Wav2Vec2ForSequenceClassification": "a norm of such a name stands before its layers",
+    "LlavaForConditionalGeneration": "beside its language model it has one of pictures",
     "CanineForSequenceClassification": "does not say which its word embeddings are",
     "CLIPForImageClassification": "its prefix names no part of it; its post_layernorm is for pooled rows alone",
     "SiglipForImageClassification": "its post_layernorm is the final norm",
@@ -31,6 +32,8 @@ RIGHT_CLASSES = {
 REFUSED_CLASSES = {
     "BertLMHeadModel": r"its head \(BertOnlyMLMHead\) is more than one linear map",
     "T5ForSequenceClassification": "it has an encoder and a decoder",
+    "WhisperForConditionalGeneration": "it has an encoder and a decoder",
+    "Kosmos2ForConditionalGeneration": r"its head \(Kosmos2TextForCausalLM\) is more than one linear map",
     "AlbertForSequenceClassification": r"it holds 0 lists of 4 layers \(num_hidden_layers\)",
     "ResNetForImageClassification": "its configuration states no num_hidden_layers",
     "SegformerForImageClassification": r"its layers do not refine one state: it has the shape \(2, 3,",

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from cdt_fast.checks import InputError
 from cdt_fast.models.layer_losses import attach_layer_losses
 
-ENDINGS = ("ForCausalLM", "LMHeadModel", "ForSequenceClassification", "ForImageClassification")
+LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+ENDINGS = (*LANGUAGE_MODELS, "ForSequenceClassification", "ForImageClassification")
 RIGHT, REFUSED, WRONG, NOT_BUILT = "right", "refused", "wrong", "not built"
 LAYERS, CLASSES, VOCABULARY, WIDTH, HEADS = 4, 4, 120, 32, 4
 # Of float32 losses of a few nats, and of logits beside the largest, whose sums are taken in another order.
@@ -123,7 +124,7 @@ def build(name: str) -> Any:
     kind = getattr(transformers, name)
     settings = small_settings(kind.config_class(), ("text" if name.endswith(ENDINGS[-1]) else "vision", "audio"))
     settings |= next((own for start, own in _OWN.items() if name.startswith(start)), {})
-    if not name.endswith(ENDINGS[:2]):
+    if not name.endswith(LANGUAGE_MODELS):
         settings["num_labels"] = CLASSES
     torch.manual_seed(0)
     model = kind(kind.config_class(**settings)).eval()
@@ -139,7 +140,7 @@ def inputs_of(name: str, model: Any) -> dict[str, Tensor]:
     """Return a batch of two, with labels; one of a language model's does not count."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(5, VOCABULARY, (2, 12), generator=generator)
-    if name.endswith(ENDINGS[:2]):
+    if name.endswith(LANGUAGE_MODELS):
         labels = ids.clone()
         labels[0, 3] = -100
         return {"input_ids": ids, "labels": labels}
@@ -201,6 +202,8 @@ def judge(name: str) -> Verdict:
     try:
         with torch.device("meta"):
             model = build(name)
+        if sum(parameter.numel() for parameter in model.parameters()) > 5e8:
+            return Verdict(name, NOT_BUILT, "its parts stay too large")
         attach_layer_losses(model)  # reads no weights
         model = build(name)
         inputs = inputs_of(name, model)
