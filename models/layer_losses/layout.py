@@ -71,8 +71,7 @@ def find_layout(wrapped: Any) -> Layout:
     kinds = [reads for name in names for ending, reads in _ENDINGS.items() if name.endswith(ending)]
     config, base = getattr(model, "config", None), getattr(model, "base_model", None)
     if not kinds or config is None or not isinstance(base, nn.Module):
-        supported = "supported are transformers' " + ", ".join(f"…{ending}" for ending in _ENDINGS)
-        raise unsupported(model, f"it has no loss of labels that its depths could have too; {supported}")
+        raise unsupported(model, f"only transformers' {', '.join(f'…{ending}' for ending in _ENDINGS)} are supported")
     if getattr(config, "is_encoder_decoder", False):
         raise unsupported(model, "it has an encoder and a decoder, whose layers do not refine one and the same state")
     reads_tokens, part = kinds[0], config

@@ -288,13 +288,13 @@ def test_unknown_models() -> None:
     labels: dict[str, Any] = {"num_labels": 1, "problem_type": "regression"}
     config = transformers.BertConfig(**small)
     models = {
-        "for a BertModel: it has no loss of labels": transformers.BertModel(config),
-        "for a BertForMaskedLM: it has no loss of labels": transformers.BertForMaskedLM(config),
+        "for a BertModel: only transformers' …ForSeq.* are supported": transformers.BertModel(config),
+        "for a BertForMaskedLM: only transformers' …ForSeq.* are supported": transformers.BertForMaskedLM(config),
         "BertForSequenceClassification.*num_labels=1 and problem_type='regression'": (
             transformers.BertForSequenceClassification(transformers.BertConfig(**small, **labels))
         ),
-        "for a Linear: it has no loss .*; supported are": nn.Linear(2, 2),
-        "for a NoneType: it has no loss .*; supported are": None,
+        "for a Linear: only transformers' …ForSeq.* are supported": nn.Linear(2, 2),
+        "for a NoneType: only transformers' …ForSeq.* are supported": None,
     }
     for message, model in models.items():
         with pytest.raises(InputError, match=message):
