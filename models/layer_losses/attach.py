@@ -34,9 +34,9 @@ def attach_layer_losses(
     """Make the forward of a transformers classifier or causal language model return the losses of its depths too.
 
     A forward with `labels` then also returns `layer_losses` `[depths]`, the mean cross-entropy ℓ_l at each depth (in
-    nats, float32 or float64), and `layer_loss_count` `[]`, the number of rows (classifier) or tokens (language model,
-    whose labels are shifted by one where its own loss shifts them) with a label other than −100; without any the
-    losses are 0. Every depth is read through the model's own final norm, pooling and head, with a dropout of its own.
+    nats, float32 or float64), and `layer_loss_count` `[]`, the number of rows or tokens (a language model's labels are
+    shifted by one where its own loss shifts them) with a label other than −100; without any the losses are 0. Every
+    depth is read through the model's own final norm, pooling and head, with a dropout of its own.
 
     With `weights` set on the handle, `loss` is `Σ_l w_l ℓ_l`, in one fused pass, and `layer_losses` is detached;
     without, `loss` is the model's own, that of the last layer, and `layer_losses` is differentiable.
@@ -52,13 +52,13 @@ def attach_layer_losses(
     Works inside DDP, FSDP2, accelerate and peft, attached before or after they wrap the model.
 
     Args:
-        model: a …ForSequenceClassification, …ForImageClassification, …ForCausalLM, …LMHeadModel or decoder-only
-            …ForConditionalGeneration of transformers.
+        model: a …ForSequenceClassification, …ForTokenClassification, …ForImageClassification, …ForCausalLM,
+            …LMHeadModel or decoder-only …ForConditionalGeneration of transformers.
         taps: the depths to read, increasing: 0 is the input of the first layer, l the output of layer l, −1 the last.
             None: all L+1. Depths that are not read keep no state.
         inner_pooling: how a classifier's depths before the last are read: "own", as its last (an encoder mostly by its
             first token, which early layers have not filled yet), or "mean", with the mean of the tokens in the place of
-            each: what `cdt-fast train text` takes (docs/results.md). Not for a language model.
+            each: what `cdt-fast train text` takes (docs/results.md). Not where tokens have labels.
 
     Returns:
         A handle: its `weights` are set before each forward, and its `remove` undoes everything.
@@ -74,8 +74,9 @@ def attach_layer_losses(
         name = type(layout.model).__name__
         raise InputError(f"this {name} has layer losses already: use that handle, or call its remove() first")
     pooling = check_choice("inner_pooling", inner_pooling, get_args(InnerPooling))
-    if pooling != "own" and layout.reads_tokens:
-        raise InputError(f"inner_pooling must be 'own' for a causal language model, got {pooling!r}")
+    if pooling != "own" and layout.labels_tokens:
+        kind = "causal language model" if layout.reads_tokens else "classifier of tokens"
+        raise InputError(f"inner_pooling must be 'own' for a {kind}, got {pooling!r}")
     return LayerLosses(layout, _check_taps(taps, len(layout.layers)), pooling)
 
 
@@ -87,7 +88,7 @@ class LayerLosses:
         taps: the depths that are read, as numbers of 0..L.
         layers: L.
         num_constraints: the number of `taps` less one, the `layers` of a `DescentConstraints`.
-        reads_tokens: the model is a causal language model, with a label a token; else a classifier, with one a row.
+        reads_tokens: the model is a causal language model; else a classifier, of rows or of tokens.
         shifts_labels: the model's forward shifts `labels` by one, so that the first label of a sequence does not
             count. Most causal language models do, Bart's and Whisper's decoders do not, nor does a classifier.
         weights: w, `[depths]`, one number for each of `taps`, negative and zero too, or None. Set it before a forward;
@@ -200,10 +201,10 @@ class LayerLosses:
         given at each of `taps`, and at the last depth. Without `weights` `[taps]` the total is the last depth's."""
         layout = self._layout
         for each in features:
-            if each.shape[:-1] != targets.shape or (not layout.reads_tokens and targets.dim() != 1):
+            if each.shape[:-1] != targets.shape:
                 raise InputError(
                     f"labels have shape {tuple(targets.shape)} but the head was given {tuple(each.shape[:-1])} "
-                    + ("tokens: give one label a token, and no logits_to_keep" if layout.reads_tokens else "rows")
+                    + ("tokens: give one label a token, and no logits_to_keep" if layout.labels_tokens else "rows")
                 )
         weight, bias = weight_and_bias(in_use(layout.head))
         rows = features if in_autocast(weight) else [each.to(weight.dtype) for each in features]

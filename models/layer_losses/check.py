@@ -143,9 +143,9 @@ def _few(layout: Layout, names: Sequence[str], arguments: dict[str, Any]) -> tup
         arguments[name] = tokens.repeat_interleave(2, 1) if tokens.shape[1] == 1 else tokens
     elif all(value.dim() and len(value) == len(tensors[name]) for value in tensors.values()):
         arguments.update({other: value[:_ROWS] for other, value in tensors.items()})
-    shape = arguments[name].shape[: 2 if layout.reads_tokens else 1]
+    shape = arguments[name].shape[: 2 if layout.labels_tokens else 1]
     labels = torch.arange(shape.numel(), device=arguments[name].device).mul(7919).remainder(layout.classes).view(shape)
-    if layout.reads_tokens and shape[1] > 2:
+    if layout.labels_tokens and shape[1] > 2:
         labels[0, shape[1] // 2] = IGNORED
     return arguments, labels
 

@@ -15,7 +15,7 @@ from cdt_fast.checks import InputError
 from cdt_fast.ops.common import describe
 
 # Endings of class names, and whether such a model reads tokens.
-_CLASSIFIERS = ("ForSequenceClassification", "ForImageClassification")
+_CLASSIFIERS = ("ForSequenceClassification", "ForImageClassification", "ForTokenClassification")
 _LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _ENDINGS = dict.fromkeys(_CLASSIFIERS, False) | dict.fromkeys(_LANGUAGE_MODELS, True)
 # What may stand between the last layer and the head: a norm, a projection. The first forward shows whether it does.
@@ -35,7 +35,8 @@ _Modules = tuple[nn.Module, ...]
 class Layout:
     """The modules of a model, and how it turns the output of the last layer into a loss."""
 
-    reads_tokens: bool  # a causal language model, which has a label a token; else a classifier, with one a row
+    reads_tokens: bool  # a causal language model; else a classifier
+    labels_tokens: bool  # a language model or a classifier of tokens, with a label a token; else one with one a row
     model: nn.Module  # the module whose forward has `labels`
     base: nn.Module  # the part of it that returns hidden states
     layers: _Modules
@@ -91,6 +92,7 @@ def find_layout(wrapped: Any) -> Layout:
     scales = [(getattr(model, name, getattr(part, name, None)), power) for name, power in _SCALES if reads_tokens]
     return Layout(
         reads_tokens=reads_tokens,
+        labels_tokens=reads_tokens or any(name.endswith("ForTokenClassification") for name in names),
         model=model,
         base=base,
         layers=layers,

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from cdt_fast.checks import InputError
 from cdt_fast.models.layer_losses import attach_layer_losses, outputs
 from tests.models.layer_loss_cases import (
+    CLASSES,
     CLASSIFIERS,
     EXACT,
     FAMILIES,
@@ -125,6 +126,27 @@ def test_inner_depths_of_a_classifier_are_read_by_the_mean_of_the_tokens(name: s
     logits = handle.depth_logits(**unlabeled(inputs))
     losses = [torch.nn.functional.cross_entropy(depth, inputs["labels"]) for depth in logits]
     torch.testing.assert_close(torch.stack(losses), answer.losses, **EXACT)
+
+
+@pytest.mark.parametrize("name", ["bert", "roberta", "distilbert", "llama-classifier"])
+def test_a_classifier_of_tokens(name: str) -> None:
+    config, inputs = build(name).config, inputs_of(name)
+    inputs["labels"] = (inputs["input_ids"] % CLASSES).where(inputs["attention_mask"] > 0, -100)
+    kind: Any = transformers.AutoModelForTokenClassification
+    model = kind.from_config(config, attn_implementation="eager").double().eval()
+
+    def read(model: Any, state: Tensor, inputs: Any, last: bool) -> Tensor:
+        if name == "llama-classifier":
+            return model.score(state if last else model.model.norm(state)).mT
+        return model.classifier(state).mT
+
+    answer = expected(name, model, inputs, read=read)
+    with pytest.raises(InputError, match="inner_pooling must be 'own' for a classifier of tokens, got 'mean'"):
+        attach_layer_losses(model, inner_pooling="mean")
+    attach_layer_losses(model).weights = WEIGHTS
+    check(model, inputs, answer)
+    with pytest.raises(InputError, match=r"labels have shape \(4,\) but the head was given \(4, 7\) tokens"):
+        model(**{**inputs, "labels": inputs["labels"][:, 0]})
 
 
 @pytest.mark.parametrize("taps", [[0, 3], [1], [-3, -1], range(1, 4)])

@@ -25,6 +25,7 @@ RIGHT_CLASSES = {
     "MegatronBertForSequenceClassification": "a final norm of another name",
     "Wav2Vec2ForSequenceClassification": "a norm of such a name stands before its layers",
     "LlavaForConditionalGeneration": "beside its language model it has one of pictures",
+    "DebertaV2ForTokenClassification": "a label a token",
     "CanineForSequenceClassification": "does not say which its word embeddings are",
     "CLIPForImageClassification": "its prefix names no part of it; its post_layernorm is for pooled rows alone",
     "SiglipForImageClassification": "its post_layernorm is the final norm",

@@ -21,7 +21,7 @@ from cdt_fast.checks import InputError
 from cdt_fast.models.layer_losses import attach_layer_losses
 
 LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
-ENDINGS = (*LANGUAGE_MODELS, "ForSequenceClassification", "ForImageClassification")
+ENDINGS = (*LANGUAGE_MODELS, "ForSequenceClassification", "ForTokenClassification", "ForImageClassification")
 RIGHT, REFUSED, WRONG, NOT_BUILT = "right", "refused", "wrong", "not built"
 LAYERS, CLASSES, VOCABULARY, WIDTH, HEADS = 4, 4, 120, 32, 4
 # Of float32 losses of a few nats, and of logits beside the largest, whose sums are taken in another order.
@@ -95,7 +95,9 @@ class Verdict:
 
 def class_names() -> list[str]:
     """List all classes whose names say that they have a loss that depths can be read with."""
-    return sorted(name for name in dir(transformers) if name.endswith(ENDINGS) and not name.startswith("Auto"))
+    return sorted(
+        name for name in dir(transformers) if name.endswith(ENDINGS) and not name.startswith(("Auto", "DataCollator"))
+    )
 
 
 def small_settings(config: Any, others: tuple[str, ...], layers: int = LAYERS) -> dict[str, Any]:
@@ -147,6 +149,8 @@ def inputs_of(name: str, model: Any) -> dict[str, Tensor]:
     shapes: dict[str, tuple[int, ...]] = {"input_values": (2, 4000), "input_features": (2, 40, 160)}
     main = "input_ids" if name.startswith("ImageGPT") else model.main_input_name
     inputs = {"labels": torch.tensor([1, 3])}
+    if "ForToken" in name:
+        inputs["labels"] = (ids % CLASSES).where(ids % 5 > 0, -100)
     if main == "pixel_values":
         vision = getattr(model.config, "vision_config", model.config)
         size = getattr(vision, "image_size", None) or 64
