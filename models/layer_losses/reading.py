@@ -129,8 +129,8 @@ class DepthReader:
         for depth in self._noted:
             if depth not in states:
                 raise InputError(
-                    f"layer {depth + 1} did not run in this forward, so that depth {depth} has no state: switch "
-                    "layerdrop off, or leave the depth out of taps"
+                    f"layer {depth + 1} did not run in this forward, or without its hooks, so that depth {depth} has "
+                    "no state: leave the depth out of taps, or switch off what skips the layer (layerdrop, no images)"
                 )
         for depth in self._inner:
             shape, other = (tuple(getattr(states[each], "shape", ())) for each in (depth, self._inner[0]))

@@ -353,6 +353,15 @@ def test_a_layer_that_is_skipped() -> None:
     attach_layer_losses(model)
     with pytest.raises(InputError, match=r"layer 1 did not run.*layerdrop"):
         model.train()(**tokens())
+    sizes: dict[str, Any] = {"hidden_size": 16, "embedding_size": 16, "intermediate_size": 24, "num_labels": 3}
+    sizes |= {"vocab_size": VOCABULARY, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = transformers.SqueezeBertForSequenceClassification(transformers.SqueezeBertConfig(**sizes))
+    handle = attach_layer_losses(model)
+    with pytest.raises(InputError, match=r"layer 1 did not run in this forward, or without its hooks, .* out of taps"):
+        model(**inputs_of("bert"))  # it calls the forward of its layers
+    handle.remove()
+    attach_layer_losses(model, [-1])
+    assert len(model(**inputs_of("bert")).layer_losses) == 1
 
 
 def set_in(path: str, value: Any) -> Any:
