@@ -470,7 +470,8 @@ def weights_of_depths(depth_weights: Weights, depths: int, name: str = "depth_we
 
 def on_device(numbers: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Move a few numbers; from a CPU to a GPU as arguments of a kernel, since a CUDA graph takes no copy from there."""
-    if device.type == "cpu" or numbers.device.type != "cpu" or numbers.requires_grad or not is_plain_eager(numbers):
+    unknown = torch.compiler.is_compiling() or type(numbers) not in _PLAIN  # as of a fake tensor
+    if device.type == "cpu" or numbers.device.type != "cpu" or numbers.requires_grad or unknown:
         return numbers.to(device, dtype, non_blocking=True)
     moved = torch.zeros(len(numbers), dtype=dtype, device=device)
     torch._foreach_add_(list(moved.unbind()), numbers.tolist())
