@@ -81,7 +81,8 @@ def estimated_noise(frames: Tensor) -> float:
     It is that of white noise with as much at half the size: the noise of a camera or a coder has little in the finest
     differences, and detail has much. The lesser of two variances counts:
 
-    - that of the changes between frames, in the blocks where it is least (their .15-quantile): of what stands still;
+    - that of the changes between frames in blocks, their .3-quantile: of much that moves less is seen, and noise that
+      grows with the brightness is not taken for what it is in the dark;
     - `mean λ_{i ≤ k}` of the ascending eigenvalues of the covariance of pieces `[frames, rows, columns]`, with the
       greatest k at which it is at most their median: the picture, moving too, is in few of them.
 
@@ -111,12 +112,12 @@ def _without_bars(frames: Tensor) -> Tensor:
 
 
 def _variance_of_changes(frames: Tensor) -> float:
-    """Return the variance of white noise with the .15-quantile that changes in blocks of strips `[T, n, h, w]` have."""
+    """Return the variance of white noise whose changes have the quantile found in blocks of strips `[T, n, h, w]`."""
     variances = (frames.diff(dim=0) / 2**0.5).unfold(2, 4, 4).unfold(3, 4, 4).var((-2, -1)).mean(0)
     # The quantile of χ² after Wilson and Hilferty; two changes on end share a frame.
     pairs = len(frames) - 1
     spread = 2 / 9 * (1.5 - 0.5 / pairs) / (15 * pairs)
-    return variances.quantile(0.15).item() / (1 - spread - 1.0364 * spread**0.5) ** 3
+    return variances.quantile(0.3).item() / (1 - spread - 0.5244 * spread**0.5) ** 3
 
 
 def _least_variance(frames: Tensor) -> float:

@@ -71,6 +71,12 @@ def test_detail_that_stands_still_or_moves_is_no_noise() -> None:
     assert estimated_noise(frames) == pytest.approx(0.02, rel=0.1)
 
 
+def test_noise_that_grows_with_the_brightness_is_not_that_of_the_dark() -> None:
+    noise, brightness = torch.randn(16, 96, 128, generator=torch.Generator().manual_seed(0)), torch.linspace(0, 1, 128)
+    deviation = 0.1 * brightness.sqrt()
+    assert estimated_noise(brightness + deviation * noise) == pytest.approx(0.1 / 2**0.5, rel=0.25)
+
+
 def test_repeated_frames_have_no_part_in_the_noise() -> None:
     frames = 0.1 * torch.randn(8, 64, 64, generator=torch.Generator().manual_seed(0))
     assert estimated_noise(frames.repeat_interleave(3, 0)) == estimated_noise(frames) == pytest.approx(0.1, rel=0.06)
