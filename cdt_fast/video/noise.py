@@ -81,8 +81,8 @@ def estimated_noise(frames: Tensor) -> float:
     It is that of white noise with as much at half the size: the noise of a camera or a coder has little in the finest
     differences, and detail has much. The lesser of two variances counts:
 
-    - that of the changes between frames in blocks, their .3-quantile: of much that moves less is seen, and noise that
-      grows with the brightness is not taken for what it is in the dark;
+    - that of the changes between frames, at the .3-quantile of the blocks: a lower one misses noise that grows with the
+      brightness, and a higher one takes motion for noise;
     - `mean λ_{i ≤ k}` of the ascending eigenvalues of the covariance of pieces `[frames, rows, columns]`, with the
       greatest k at which it is at most their median: the picture, moving too, is in few of them.
 
