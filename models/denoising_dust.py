@@ -1,4 +1,4 @@
-"""DUST with energy attention over time, for video with white noise of a known deviation (docs/ops.md §4)."""
+"""DUST with energy attention over time, for video with noise of a known deviation (docs/ops.md §4)."""
 
 from __future__ import annotations
 
@@ -75,9 +75,22 @@ class DenoisingDUST(PretrainedModel):
         self.exponents = nn.Parameter(initial.new_full((layers,), _EXPONENT))
         self.adaptations = nn.Parameter(initial.new_zeros(layers, 3, 2))
 
-    def refinement(self, noisy: Tensor) -> Callable[[int, Tensor], tuple[Tensor, Tensor]]:
+    @torch.no_grad()
+    def noise_in_codes(self, blur: float) -> Tensor:
+        """Return the deviation `[L, m]` of the noise in each code, in units of that of white noise as strong, where the
+        noise is white noise after the filter `[a, 1 − 2a, a]` along rows and along columns; `blur` is a."""
+        places = torch.eye(self.patch + 2).to(self.dictionary)
+        rows = blur * places[:-2] + (1 - 2 * blur) * places[1:-1] + blur * places[2:]
+        atoms = self.dictionary.unflatten(1, (-1, self.patch, self.patch))
+        blurred = torch.einsum("lfrcm,ri,cj->lfijm", atoms, rows, rows).flatten(1, 3)
+        return blurred.norm(dim=1) / (self.dictionary.norm(dim=1) * rows[0].square().sum())
+
+    def refinement(
+        self, noisy: Tensor, noise_in_codes: Tensor | None = None
+    ) -> Callable[[int, Tensor], tuple[Tensor, Tensor]]:
         """Return a function that runs one layer, from 1 to L, on an estimate E `[B, T, n]` (at first `noisy`, X), in
-        units of the noise's deviation, and returns the next one and a weight `[B, T]` of each token in a mean."""
+        units of the noise's deviation, and returns the next one and a weight `[B, T]` of each token in a mean.
+        `noise_in_codes` `[L, m]` are factors of the thresholds; None: 1, for white noise."""
         common.check_tensor("noisy", noisy, 3, "[B, T, n]", (None, None, self.patch_size), "as the model's patch")
         mean, dtype = noisy.mean((1, 2), keepdim=True), common.compute_dtype(noisy)
         signal = (noisy - mean).to(dtype)
@@ -92,11 +105,12 @@ class DenoisingDUST(PretrainedModel):
             if level > 1:
                 step = (self.step_logits[layer - 1] + step).sigmoid()
                 mixed, factor = torch.lerp(features, signal, step.to(dtype)[:, None, None]), step * factor
+            thresholds = self.log_thresholds[layer].exp()
             found = ops.denoising_layer(
                 mixed,
                 features,
                 self.dictionary[layer],
-                self.log_thresholds[layer].exp(),
+                thresholds if noise_in_codes is None else thresholds * noise_in_codes[layer],
                 scale=(self.log_scales[layer] + scale).exp() / self.patch_size,
                 self_bias=self.self_biases[layer],
                 sharpness=self.log_sharpnesses[layer].exp(),

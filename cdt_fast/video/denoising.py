@@ -28,7 +28,7 @@ from cdt_fast.video.data import open_source
 from cdt_fast.video.data.crops import from_opponent, to_opponent
 from cdt_fast.video.data.source import Excerpt, FrameArray
 from cdt_fast.video.networks import SHIPPED, Denoiser, device_of, load_network, reconstructed
-from cdt_fast.video.noise import LEVELS, LITTLE_NOISE, estimated_noise, finest_noise
+from cdt_fast.video.noise import LEVELS, LITTLE_NOISE, Noise, estimated_noise, finest_noise
 from cdt_fast.video.settings import VideoSettings
 from cdt_fast.video.task import doubts
 from cdt_fast.video.writing import check_target, write_video
@@ -49,7 +49,7 @@ class Denoising:
     settings: VideoSettings  # of the model's run
     depth: int  # number of layers to run
     # Standard deviation of the noise in gray levels, of a noise-adaptive model alone; None: estimated, each plane of a
-    # window on its own.
+    # window on its own, as its blur always is.
     sigma: float | None = None
     found: list[float] = field(default_factory=list)  # in brightness where there are colors, in gray levels
 
@@ -62,7 +62,7 @@ class Denoising:
         """Denoise a gray clip `[T, h, w]` in [0, 1]."""
 
         def window(part: np.ndarray, copies: float = 1.0) -> Tensor:
-            return self.plane(torch.from_numpy(part).to(device_of(self.model))[None], self.sigma, copies)[0].cpu()
+            return self.plane(torch.from_numpy(part).to(device_of(self.model))[None], copies)[0].cpu()
 
         return torch.stack(list(self._scenes(frames.numpy(), window)))
 
@@ -112,14 +112,14 @@ class Denoising:
             # A gray video in a file of colors is one plane: brightness of three would have its noise √3 times.
             frames = frames[..., :1]
         planes = torch.from_numpy(frames).to(device_of(self.model)).permute(3, 0, 1, 2).to(torch.float32) / LEVELS
-        sigma, colored = self.sigma, len(planes) == 3 and self.settings.crops
+        noise, colored = None, len(planes) == 3 and self.settings.crops
         planes = (to_opponent(planes) if colored else planes).unsqueeze(1)
         if self.settings.crops:
-            sigma = estimated_noise(planes[0]) * LEVELS if sigma is None else sigma
-            self.found.append(sigma)
+            noise = self._noise(planes[0])
+            self.found.append(noise.deviation * LEVELS)
         # A plane at a time: at full size the codes of one are large enough.
         whole = 1 if colored else len(planes)
-        shown = [self.plane(plane, sigma, copies) for plane in planes[:whole]]
+        shown = [self.plane(plane, copies, noise) for plane in planes[:whole]]
         shown += [self._color(plane, copies) for plane in planes[whole:]]
         result = (from_opponent(torch.cat(shown)) if colored else torch.cat(shown)).expand(channels, -1, -1, -1)
         return result.permute(1, 2, 3, 0)
@@ -130,18 +130,26 @@ class Denoising:
         half = _halved(plane)
         whole = finest_noise(plane) > _ENLARGED * finest_noise(half)
         part = plane if whole else half
-        found = LEVELS * estimated_noise(part)
-        shown = self.plane(part, found if self.sigma is None else min(found, self.sigma), copies, few_grids=True)
+        found = estimated_noise(part)
+        deviation = found.deviation if self.sigma is None else min(found.deviation, self.sigma / LEVELS)
+        shown = self.plane(part, copies, Noise(deviation, found.blur), few_grids=True)
         return shown if whole else plane + interpolate(shown - half, plane.shape[-2:])
 
+    def _noise(self, plane: Tensor) -> Noise:
+        """Return the noise of a plane, as strong as `sigma` says where it is given."""
+        found = estimated_noise(plane)
+        return found if self.sigma is None else found._replace(deviation=self.sigma / LEVELS)
+
     @torch.no_grad()
-    def plane(self, frames: Tensor, sigma: float | None, copies: float = 1.0, *, few_grids: bool = False) -> Tensor:
-        """Denoise a plane `[1, T, h, w]` of a window, whose noise in gray levels is estimated where `sigma` is None."""
-        data, deviation = self.settings.data, frames.new_zeros(1)
+    def plane(
+        self, frames: Tensor, copies: float = 1.0, noise: Noise | None = None, *, few_grids: bool = False
+    ) -> Tensor:
+        """Denoise a plane `[1, T, h, w]` of a window; its noise where it is not known already is that of `_noise`."""
+        data, deviation, blur = self.settings.data, frames.new_zeros(1), 0.0
         if isinstance(self.model, DenoisingDUST):
-            sigma = estimated_noise(frames) * LEVELS if sigma is None else sigma
+            strength, blur = self._noise(frames) if noise is None else noise
             # In the codes that the same noise adds up in, its deviation grows with the root of their number.
-            deviation = frames.new_full((1,), copies**0.5 * sigma / LEVELS)
+            deviation = frames.new_full((1,), copies**0.5 * strength)
         elif isinstance(self.model, DenoisingViT) and any(
             -(-length // data.patch) * data.patch != data.size for length in frames.shape[-2:]
         ):
@@ -157,8 +165,8 @@ class Denoising:
             for start in range(0, frames.shape[-2], rows):
                 first = max(0, start - around)
                 band = frames[..., first : start + rows + around, :]
-                found = reconstructed(self.model, self.settings, band, deviation, self.depth, True, few_grids)[-1]
-                shown.append(found[..., start - first : start - first + rows, :])
+                depths = reconstructed(self.model, self.settings, band, deviation, self.depth, True, few_grids, blur)
+                shown.append(depths[-1][..., start - first : start - first + rows, :])
         return torch.cat(shown, -2)
 
 

@@ -120,6 +120,7 @@ def reconstructed(
     depth: int | None = None,
     only_last: bool = False,
     few_grids: bool = False,
+    blur: float = 0.0,
 ) -> list[Tensor]:
     """Return the frames `[b, T, h, w]` of every depth up to `depth`.
 
@@ -128,7 +129,7 @@ def reconstructed(
     borders frames are continued by their mirror image, and at the end of the window by its begin: a mirror image would
     have the same noise in one patch twice. `only_last`: the last of these depths is enough, and so are four grids in
     layers between the first and the last, and six in that, if every other layer has its grids between those of the
-    former; `few_grids`: four in all.
+    former; `few_grids`: four in all. `blur`: as in `Noise`.
     """
     stop, data, (height, width) = model.layers if depth is None else depth, settings.data, noisy.shape[-2:]
     counts = [4 if few_grids else 8] * stop  # of grids of each layer
@@ -171,6 +172,7 @@ def reconstructed(
     unit = deviation.clamp(min=LEAST_DEVIATION).to(noisy)[:, None, None, None]
     results, refinements = [noisy / unit], dict[Any, Any]()
     given = whole(results[0])
+    in_codes = model.noise_in_codes(blur) if blur else None
 
     def sums(level: int, estimate: Tensor, parts: list[tuple[list[Place], int, int]]) -> tuple[Tensor, Tensor]:
         """Return the weighted sum of the patches of some parts of a layer, and that of the weights."""
@@ -178,8 +180,8 @@ def reconstructed(
         for some, start, length in parts:
             tokens, key = tokens_of_band(estimate, some, start, length), (*some, start)
             if level == 1:
-                refinements[key] = model.refinement(tokens)
-            refine = refinements.get(key) or model.refinement(tokens_of_band(given, some, start, length))
+                refinements[key] = model.refinement(tokens, in_codes)
+            refine = refinements.get(key) or model.refinement(tokens_of_band(given, some, start, length), in_codes)
             found = refine(level, tokens)
             for place, values, weight in zip(some, *(each.chunk(len(some)) for each in found), strict=True):
                 there = patches(total, place, start, length)

@@ -1,6 +1,7 @@
 """Noise by window: that of a window does not depend on the windows beside it, nor on the machine's other work."""
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +16,9 @@ _MEDIAN_OF_NORMAL = 0.6744897501960817  # of the absolute values of normal numbe
 _PIXELS_FOR_NOISE = 2**21  # of larger frames every so many rows are enough
 _PIECES_FOR_NOISE = 2**16
 _STRIP = 16  # rows
+# Best for the noise of cameras, coded or not: no smaller share of it in the finest differences, and a little more of it
+# than the filter says.
+_LEAST_FINE, _STRONGER = 0.4, 1.1
 # Noise of the evaluation: the same for every run, and apart from the noise of any training.
 _NOISE_SEED = 20_260_117
 _GOLDEN = 0.6180339887498949
@@ -75,29 +79,46 @@ def with_noise(frames: Tensor, deviation: Tensor, drawn: Tensor) -> Tensor:
     return frames + deviation[:, None, None, None] * drawn
 
 
-def estimated_noise(frames: Tensor) -> float:
-    """Return the standard deviation of the noise in frames `[..., h, w]` of one scene, in their unit.
+class Noise(NamedTuple):
+    """Noise as white noise after the filter `[a, 1 − 2a, a]` along rows and along columns."""
 
-    It is that of white noise with as much at half the size: the noise of a camera or a coder has little in the finest
-    differences, and detail has much. The lesser of two variances counts:
+    deviation: float
+    blur: float  # a; 0 of white noise
+
+
+def estimated_noise(frames: Tensor) -> Noise:
+    """Return the noise in frames `[..., h, w]` of one scene, its deviation in their unit.
+
+    The noise of a camera or a coder has little in the finest differences, and detail has much. So its variance, of
+    white noise with as much, is read at half the size, where the lesser of two counts:
 
     - that of the changes between frames, at the .3-quantile of the blocks: a lower one misses noise that grows with the
       brightness, and a higher one takes motion for noise;
     - `mean λ_{i ≤ k}` of the ascending eigenvalues of the covariance of pieces `[frames, rows, columns]`, with the
       greatest k at which it is at most their median: the picture, moving too, is in few of them.
 
+    The finest differences' share of it, r, tells the blur: `r = (a² + (1 − 3a)²) / (a² + (1 − a)²)`. It is read in the
+    blocks up to that quantile and in whole frames, and the greater one counts, as motion looks blurred too. After the
+    filter, the deviation is `((1 − 2a)² + 2a²) / (a² + (1 − a)²)` of what was read.
+
     Bars beside the picture and repeated frames are left out; a single picture, or a small one, has `finest_noise`.
     """
     frames = _without_bars(frames.reshape(-1, *frames.shape[-2:]))
     if min(frames.shape[-2:]) < 2 * _STRIP:
-        return finest_noise(frames)
+        return Noise(finest_noise(frames), 0.0)
     every = -(-frames.numel() // _PIXELS_FOR_NOISE)
     strips = frames[:, : frames.shape[1] // _STRIP * _STRIP].unflatten(1, (-1, _STRIP))[:, ::every]
     half = avg_pool2d(strips, 2)
-    half = half[[True, *(half[1:] != half[:-1]).flatten(1).any(1).tolist()]]
+    moves = [True, *(half[1:] != half[:-1]).flatten(1).any(1).tolist()]
+    strips, half = strips[moves], half[moves]
     if len(half) == 1:
-        return finest_noise(frames[:1])
-    return 2 * max(0.0, min(_variance_of_changes(half), _least_variance(half))) ** 0.5
+        return Noise(finest_noise(frames[:1]), 0.0)
+    changes, fine = _changes(half, strips)
+    coarse = 2 * max(0.0, min(changes, _least_variance(half))) ** 0.5
+    share = min(1.0, max(_LEAST_FINE, fine, finest_noise(frames) / max(coarse, 1e-9)))
+    blur = (3 - share - (6 * share - 1 - share**2) ** 0.5) / (10 - 2 * share)
+    narrowed = ((1 - 2 * blur) ** 2 + 2 * blur**2) / (blur**2 + (1 - blur) ** 2)
+    return Noise(coarse * min(1.0, _STRONGER * narrowed), blur)
 
 
 def _without_bars(frames: Tensor) -> Tensor:
@@ -111,13 +132,20 @@ def _without_bars(frames: Tensor) -> Tensor:
     return frames
 
 
-def _variance_of_changes(frames: Tensor) -> float:
-    """Return the variance of white noise whose changes have the quantile found in blocks of strips `[T, n, h, w]`."""
-    variances = (frames.diff(dim=0) / 2**0.5).unfold(2, 4, 4).unfold(3, 4, 4).var((-2, -1)).mean(0)
+def _changes(half: Tensor, strips: Tensor) -> tuple[float, float]:
+    """Return the variance of white noise whose changes have the quantile found in blocks of strips `[T, n, h, w]` at
+    half the size, and the deviation of the finest differences in the blocks below it, as a share of white noise's."""
+    across = strips[..., 1::2, : half.shape[-1] * 2] - strips[..., ::2, : half.shape[-1] * 2]
+    finest = (across[..., 1::2] - across[..., ::2]) / 4
+    coarse, fine = ((each.diff(dim=0) / 2**0.5).unfold(2, 4, 4).unfold(3, 4, 4) for each in (half, finest))
+    variances, fines = coarse.var((-2, -1)).mean(0), fine.square().mean((-2, -1)).mean(0)
+    quantile = variances.quantile(0.3)
+    quiet = variances <= quantile
+    share = (fines[quiet].sum() / variances[quiet].sum().clamp(min=1e-12)).sqrt().item()
     # The quantile of χ² after Wilson and Hilferty; two changes on end share a frame.
-    pairs = len(frames) - 1
+    pairs = len(half) - 1
     spread = 2 / 9 * (1.5 - 0.5 / pairs) / (15 * pairs)
-    return variances.quantile(0.3).item() / (1 - spread - 0.5244 * spread**0.5) ** 3
+    return quantile.item() / (1 - spread - 0.5244 * spread**0.5) ** 3, share
 
 
 def _least_variance(frames: Tensor) -> float:

@@ -112,6 +112,28 @@ def test_brightness_changes_nothing_else() -> None:
         torch.testing.assert_close([brighter, same], [found + 3, weight], rtol=1e-9, atol=1e-10)
 
 
+def test_the_noise_in_codes_is_that_of_the_covariance_of_blurred_noise() -> None:
+    model, place = trained(), torch.arange(3.0, dtype=torch.float64)
+    apart = (place[:, None] - place).abs()
+    for blur in (0.0, 0.1, 0.25):  # covariance of a row: of each pixel with itself and those one and two beside it
+        shares = torch.tensor([(1 - 2 * blur) ** 2 + 2 * blur**2, 2 * blur * (1 - 2 * blur), blur**2])
+        row = shares.double()[apart.long()] / shares[0].double()
+        covariance = torch.kron(torch.eye(2, dtype=torch.float64), torch.kron(row, row))
+        variance = torch.einsum("lnm,nk,lkm->lm", model.dictionary, covariance, model.dictionary)
+        expected = variance.sqrt() / model.dictionary.norm(dim=1)
+        torch.testing.assert_close(model.noise_in_codes(blur), expected.detach(), rtol=1e-6, atol=0)
+
+
+def test_thresholds_follow_the_noise_in_codes() -> None:
+    model, (noisy, estimate) = trained(), tokens()
+    factors = model.noise_in_codes(0.2)
+    found = [model.refinement(noisy, factors)(level, estimate) for level in range(1, LAYERS + 1)]
+    with torch.no_grad():
+        model.log_thresholds.add_(factors.log())
+    expected = [model.refinement(noisy)(level, estimate) for level in range(1, LAYERS + 1)]
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+
+
 def test_the_optimizer_gets_every_parameter_once() -> None:
     model = trained()
     given = [id(each) for group in model.parameter_groups() for each in group["params"]]

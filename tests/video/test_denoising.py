@@ -15,6 +15,7 @@ import av.error
 import numpy as np
 import pytest
 import torch
+from torch.nn.functional import avg_pool2d
 
 import cdt_fast
 from cdt_fast.checks import InputError
@@ -28,6 +29,7 @@ from cdt_fast.video.data import open_source, to_patches
 from cdt_fast.video.data.crops import to_opponent
 from cdt_fast.video.denoising import Denoising, _with_scene, denoise_video
 from cdt_fast.video.networks import SHIPPED, build_network, load_network
+from cdt_fast.video.noise import Noise
 from cdt_fast.video.settings import VideoSettings
 from cdt_fast.video.task import build, load
 from cdt_fast.video.writing import CONTAINERS
@@ -215,7 +217,7 @@ def test_windows_share_frames(count: int) -> None:
         # The last one is shorter or begins earlier: as many patches as hold its frames, and no fewer than in training.
         part = min(length, max(8, -(-(count - begin) // 4) * 4), count // 4 * 4)
         start = min(begin, count - part)
-        window = denoising.plane(noisy[None, start : start + part], 20.0)[0, begin - start :]
+        window = denoising.plane(noisy[None, start : start + part])[0, begin - start :]
         shares = torch.tensor([1 / 3, 2 / 3] if begin else [1.0, 1.0])
         for place, share in zip(range(begin, start + part), (*shares, *[1.0] * 10), strict=False):
             expected[place] = share * window[place - begin] + (1 - share) * expected[place]
@@ -254,11 +256,23 @@ def test_large_frames_are_denoised_by_bands_of_rows(monkeypatch: pytest.MonkeyPa
     model, noisy = build_network(settings), torch.rand(1, 8, 85, 40, generator=torch.Generator().manual_seed(0))
     for depth in (1, 3):
         denoising = Denoising(model, settings, depth, 20.0)
-        whole = denoising.plane(noisy, 20.0, few_grids=few)
+        whole = denoising.plane(noisy, few_grids=few)
         for rows in (1, 16, 84):
             monkeypatch.setattr("cdt_fast.video.denoising._PIXELS_AT_ONCE", rows * 8 * 40)
-            torch.testing.assert_close(denoising.plane(noisy, 20.0, few_grids=few), whole, rtol=0, atol=2e-6)
+            torch.testing.assert_close(denoising.plane(noisy, few_grids=few), whole, rtol=0, atol=2e-6)
         monkeypatch.undo()
+
+
+@pytest.mark.parametrize("sigma", [None, 16.0], ids=["estimated", "told"])
+def test_blurred_noise_is_removed_as_what_it_is(sigma: float | None) -> None:
+    clean = torch.from_numpy(scrolling_clip(12, 96, 96)) / 510 + 0.25
+    white = torch.randn(12, 98, 98, generator=torch.Generator().manual_seed(0)) * 38 / 255
+    noisy = clean + avg_pool2d(avg_pool2d(white, 2, 1), 2, 1)  # a = 1/4, deviation 14
+    model, settings = load_network(SHIPPED), VideoSettings()
+    found = Denoising(model, settings, 3, sigma).luma(noisy)
+    as_white = [Denoising(model, settings, 3).plane(noisy[None], 1.0, Noise(level / 255, 0.0))[0] for level in (16, 20)]
+    errors = [(each - clean).square().mean() for each in (found, *as_white)]
+    assert errors[0] < 0.6 * min(errors[1:])
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.nn.functional import avg_pool2d
+from torch import Tensor
+from torch.nn.functional import conv2d
 
 from cdt_fast.video.noise import add_noise_by_window, estimated_noise, finest_noise
+
+
+def deviation_of(frames: Tensor) -> float:
+    return estimated_noise(frames).deviation
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -35,28 +40,33 @@ def test_the_formula_and_its_gradient() -> None:
 def test_the_noise_is_found_from_the_frames() -> None:
     for sigma in (0, 0.02, 0.2):
         noise = torch.randn(8, 64, 64, generator=torch.Generator().manual_seed(0))
-        assert estimated_noise(torch.linspace(0, 1, 64) + sigma * noise) == pytest.approx(sigma, rel=0.1, abs=1e-6)
-    assert estimated_noise(torch.rand(2, 1, 9)) == 0
+        assert deviation_of(torch.linspace(0, 1, 64) + sigma * noise) == pytest.approx(sigma, rel=0.1, abs=1e-6)
+    assert deviation_of(torch.rand(2, 1, 9)) == 0
     for shape in ((3, 1079, 1921), (600, 3, 1000)):  # where not every pair of rows is taken
         noise = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-        assert estimated_noise(0.1 * noise) == pytest.approx(0.1, rel=0.01)
+        assert deviation_of(0.1 * noise) == pytest.approx(0.1, rel=0.01)
 
 
 def test_bars_beside_the_picture_have_no_part_in_its_noise() -> None:
     frames = 0.1 * torch.randn(2, 4, 64, 64, generator=torch.Generator().manual_seed(0))
     for bar in (8, 24):
         frames[..., :bar] = frames[..., -bar:] = 0
-        assert estimated_noise(frames) == pytest.approx(0.1, rel=0.05)
+        assert deviation_of(frames) == pytest.approx(0.1, rel=0.05)
     frames[:] = (torch.arange(64) // 8).float()  # clean steps that stand still, and black
-    assert estimated_noise(frames) == estimated_noise(0 * frames) == 0
+    assert deviation_of(frames) == deviation_of(0 * frames) == 0
     frames[..., 20:28, 20:28] = torch.rand(2, 4, 8, 8)  # what moves on a screen that is flat beside it is no noise
-    assert estimated_noise(frames) == 0
+    assert deviation_of(frames) == 0
 
 
-def test_noise_of_a_camera_is_found_at_half_the_size() -> None:
-    noise = torch.randn(16, 96, 128, generator=torch.Generator().manual_seed(0))
-    frames = avg_pool2d(0.1 * noise, 3, stride=1, padding=1)[:, 1:-1, 1:-1]  # as of missing colors filled in
-    assert 2 * finest_noise(frames) < frames.std() < estimated_noise(frames) < 2 * avg_pool2d(frames, 2).std()
+@pytest.mark.parametrize("blur", [0.0, 0.05, 0.1, 0.15, 0.25])
+def test_noise_of_a_camera_is_found_at_half_the_size(blur: float) -> None:
+    taps = torch.tensor([blur, 1 - 2 * blur, blur])  # as of missing colors filled in
+    noise = torch.randn(16, 1, 98, 130, generator=torch.Generator().manual_seed(0))
+    frames = conv2d(0.1 * noise, torch.outer(taps, taps)[None, None])[:, 0] + torch.linspace(0, 1, 128)
+    found, deviation = estimated_noise(frames), (frames - torch.linspace(0, 1, 128)).std().item()
+    assert found.blur == pytest.approx(min(blur, 0.162), abs=0.02)
+    assert 0.98 * deviation < found.deviation < 1.14 * deviation
+    assert finest_noise(frames) < (1.02 - 2 * blur) * deviation
 
 
 def test_detail_that_stands_still_or_moves_is_no_noise() -> None:
@@ -65,19 +75,19 @@ def test_detail_that_stands_still_or_moves_is_no_noise() -> None:
     for speed in (0, 1):
         frames = torch.stack([picture[speed * t : speed * t + 96, speed * t : speed * t + 128] for t in range(16)])
         assert finest_noise(frames + 0.02 * noise) > 0.2
-        assert estimated_noise(frames + 0.02 * noise) == pytest.approx(0.02, rel=0.1)
+        assert deviation_of(frames + 0.02 * noise) == pytest.approx(0.02, rel=0.1)
     frames[:, :48] = 0.02 * noise[:, :48]  # half of the picture is another one in each frame
     frames[:, 48:] = torch.rand(16, 48, 128, generator=generator)
-    assert estimated_noise(frames) == pytest.approx(0.02, rel=0.1)
+    assert deviation_of(frames) == pytest.approx(0.02, rel=0.1)
 
 
 def test_noise_that_grows_with_the_brightness_is_not_that_of_the_dark() -> None:
     noise, brightness = torch.randn(16, 96, 128, generator=torch.Generator().manual_seed(0)), torch.linspace(0, 1, 128)
     deviation = 0.1 * brightness.sqrt()
-    assert estimated_noise(brightness + deviation * noise) == pytest.approx(0.1 / 2**0.5, rel=0.25)
+    assert deviation_of(brightness + deviation * noise) == pytest.approx(0.1 / 2**0.5, rel=0.25)
 
 
 def test_repeated_frames_have_no_part_in_the_noise() -> None:
     frames = 0.1 * torch.randn(8, 64, 64, generator=torch.Generator().manual_seed(0))
-    assert estimated_noise(frames.repeat_interleave(3, 0)) == estimated_noise(frames) == pytest.approx(0.1, rel=0.06)
-    assert estimated_noise(frames[:1].expand(4, -1, -1)) == estimated_noise(frames[0]) == finest_noise(frames[0])
+    assert deviation_of(frames.repeat_interleave(3, 0)) == deviation_of(frames) == pytest.approx(0.1, rel=0.06)
+    assert deviation_of(frames[:1].expand(4, -1, -1)) == deviation_of(frames[0]) == finest_noise(frames[0])
