@@ -61,7 +61,7 @@ def _denoised(clip: str | None, out: Path, number: int) -> tuple[str, Table, lis
     frames = np.stack(given if len({frame.ndim for frame in given}) == 1 else list(map(colored, given)))
     print(f"{number} of 3: denoises {name}, half a minute", file=sys.stderr)
     model, settings, _ = open_denoiser(None)
-    found = comparison.compare_denoisers(model, settings, [(name, iter(frames), len(frames))], (_SIGMA,))
+    found = comparison.compare_denoisers(model, settings, [(name, iter(frames), len(frames))], (_SIGMA,), ())
     noise = np.random.default_rng(0).standard_normal(frames.shape)
     noisy = np.rint(frames + _SIGMA * noise).clip(0, LEVELS).astype(np.uint8)
     with replaced_atomically(out / "noisy.mp4") as temporary:

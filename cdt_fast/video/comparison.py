@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import conv2d, pad
 
 from cdt_fast import page
 from cdt_fast.checks import InputError, MissingExtra, require
@@ -26,24 +27,26 @@ from cdt_fast.video.noise import LEVELS
 from cdt_fast.video.quality import dct3d_shifted_denoise, psnr_of, ssim
 from cdt_fast.video.settings import VideoSettings
 
-SIGMAS = (10.0, 20.0, 30.0, 40.0, 50.0)  # the customary levels
+SIGMAS = (10.0, 20.0, 30.0, 40.0, 50.0)  # the customary levels of white noise
+_CAMERAS = (10.0,)  # levels of a camera's noise
 _SIDES, _FRAMES = (160, 160), (16, 30)  # of the piece in the middle of a clip; at least and at most
 _LEAST_SIDE = 16  # of the frames that the filters take
 _PATCH, _WINDOW = 8, 16  # of the transform
 # Each filter of libavfilter at the strength that was best of a few factors of the noise at σ 10, 30 and 50, on clips
-# that models trained on; that of nlmeans ends at what the filter takes.
+# that models trained on; that of nlmeans ends at what the filter takes. Of a camera's noise another factor is best.
 _FILTERS: dict[str, Callable[[float], str]] = {
     "nlmeans": lambda sigma: f"s={min(30.0, max(1.0, 0.8 * sigma)):.3f}:p=7:r=15",
     "dctdnoiz": lambda sigma: f"sigma={1.6 * sigma:.3f}",
     "bm3d": lambda sigma: f"sigma={4 * sigma * sigma:.3f}:block=16:bstep=4:group=8:estim=basic",
 }
+_FACTOR_OF_CAMERAS = {"3-D DCT, shifted grids": 2.0, "ffmpeg, dctdnoiz": 1.7, "ffmpeg, bm3d": 1.4}
 
 
 class Measured(NamedTuple):
     """A denoiser on some clips."""
 
     name: str
-    psnr: list[float]  # dB on 0..255, the mean over clips a level
+    psnr: list[float]  # dB on 0..255, the mean over clips a level, those of a camera's noise last
     ssim: list[float]
     rate: float  # frames a second of the first clip, at its full size
     shown: Tensor  # `[h, w]` in [0, 1], the middle of the first clip at the level in the middle
@@ -54,6 +57,7 @@ class Comparison(NamedTuple):
 
     measured: list[Measured]
     sigmas: Sequence[float]
+    of_cameras: Sequence[float]
     clean: Tensor  # the frame that is shown of each
     size: tuple[int, int]  # rows and columns that the rates are of
 
@@ -70,12 +74,14 @@ def compare_denoisers(
     settings: VideoSettings,
     clips: Sequence[tuple[str, Iterable[np.ndarray], int]],
     at: Sequence[float] = SIGMAS,
+    of_cameras: Sequence[float] = _CAMERAS,
 ) -> Comparison:
-    """Measure a noise-adaptive model at every depth, and all `peers`, on the luma of clips with white noise.
+    """Measure a noise-adaptive model at every depth, and all `peers`, on the luma of clips with white noise and with
+    that of a camera, whose missing colors were filled in from beside.
 
     Of each clip 160 x 160 pixels of the 30 frames in its middle (of a shorter one all) are measured, and of the first
-    one the time of whole frames. The model is told the noise (in gray levels, one of `at`), as the peers are,
-    and once estimates it, as `denoise` does. The noise is the same for all.
+    one the time of whole frames. The model is told the noise's deviation (in gray levels), as the peers are, and once
+    estimates it, as `denoise` does. The noise is the same for all.
     """
     if not settings.crops:
         raise InputError("--clips compares a network for crops, which is what train video trains by default")
@@ -92,10 +98,11 @@ def compare_denoisers(
     shown = _noisy(whole[0], level, 0)
     for name, denoise in progress_bar(named.items(), desc="compare", unit="denoiser"):
         rows: list[Any] = []
-        for draw, sigma in enumerate(at):
-            found = []
+        for draw, sigma in enumerate([*at, *of_cameras]):
+            found, camera = [], draw >= len(at)
+            strength = sigma * (_FACTOR_OF_CAMERAS.get(name, 1.0) if camera else 1.0)
             for number, clean in enumerate(pieces):
-                denoised = denoise(_noisy(clean, sigma, 1000 * draw + number), sigma)
+                denoised = denoise(_noisy(clean, sigma, 1000 * draw + number, camera), strength)
                 psnr = psnr_of(LEVELS * (denoised - clean).square().mean().sqrt().item())
                 found.append((psnr, ssim(denoised[None], clean[None]).mean().item()))
             rows.append(np.mean(found, 0).tolist())
@@ -106,16 +113,18 @@ def compare_denoisers(
         denoised = denoise(noisy, level)
         rate = len(noisy) / (time.perf_counter() - begin)
         measured.append(Measured(name, psnrs, alike, rate, denoised[len(denoised) // 2]))
-    return Comparison(measured, at, whole[0][middle_frame], (whole[0].shape[1], whole[0].shape[2]))
+    return Comparison(measured, at, of_cameras, whole[0][middle_frame], (whole[0].shape[1], whole[0].shape[2]))
 
 
 def as_table(found: Comparison) -> list[list[str]]:
     """Return rows of words, the heading first."""
     rate = f"frames a second at {found.size[1]}x{found.size[0]}"
-    rows = [["PSNR in dB", *(f"σ {sigma:g}" for sigma in found.sigmas), "mean", "SSIM", rate]]
+    cameras, white = [f"a camera's, σ {sigma:g}" for sigma in found.of_cameras], len(found.sigmas)
+    rows = [["PSNR in dB", *(f"σ {sigma:g}" for sigma in found.sigmas), "mean", "SSIM", *cameras, rate]]
     for number, one in enumerate(found.measured):
-        numbers = [f"{value:.2f}" for value in (*one.psnr, np.mean(one.psnr))]
-        rows.append([one.name, *numbers, f"{np.mean(one.ssim):.3f}", f"{one.rate:.1f}" if number else ""])
+        numbers = [f"{value:.2f}" for value in (*one.psnr[:white], np.mean(one.psnr[:white]))]
+        numbers += [f"{np.mean(one.ssim[:white]):.3f}", *(f"{value:.2f}" for value in one.psnr[white:])]
+        rows.append([one.name, *numbers, f"{one.rate:.1f}" if number else ""])
     return rows
 
 
@@ -177,8 +186,26 @@ def _middle(name: str, frames: Iterable[np.ndarray], total: int) -> Tensor:
     return torch.from_numpy(chosen / np.float32(LEVELS))
 
 
-def _noisy(clean: Tensor, sigma: float, seed: int) -> Tensor:
-    return clean + sigma / LEVELS * torch.randn(clean.shape, generator=torch.Generator().manual_seed(seed))
+def _noisy(clean: Tensor, sigma: float, seed: int, camera: bool = False) -> Tensor:
+    noise = torch.randn(clean.shape, generator=torch.Generator().manual_seed(seed))
+    if camera:
+        noise = _of_a_camera(noise)
+    return clean + sigma / LEVELS * noise
+
+
+def _of_a_camera(raw: Tensor) -> Tensor:
+    """Return the brightness of raw pixels `[T, h, w]` of one color each, the other two linear between those beside,
+    with the deviation 1."""
+    height, width = raw.shape[1:]
+    row, column = torch.meshgrid(torch.arange(height) % 2, torch.arange(width) % 2, indexing="ij")
+    taps = torch.tensor([0.5, 1.0, 0.5])
+    square, cross = torch.outer(taps, taps), torch.tensor([[0, 1, 0], [1, 4, 1], [0, 1, 0]]) / 4
+    brightness = torch.zeros_like(raw)
+    colors = (row < column, square, 0.299), (row == column, cross, 0.587), (row > column, square, 0.114)
+    for there, kernel, weight in colors:
+        known = pad((raw * there).unsqueeze(1), (1, 1, 1, 1), "reflect")
+        brightness += weight * conv2d(known, kernel[None, None]).squeeze(1)
+    return brightness / brightness.std()
 
 
 def _filtered(name: str, frames: Tensor, sigma: float) -> Tensor:

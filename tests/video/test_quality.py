@@ -10,7 +10,8 @@ import torch
 
 from cdt_fast.checks import InputError
 from cdt_fast.models import DUST, DenoisingDUST
-from cdt_fast.video.comparison import as_table, compare_denoisers, peers, read_clips, write_report
+from cdt_fast.video.comparison import _of_a_camera, as_table, compare_denoisers, peers, read_clips, write_report
+from cdt_fast.video.noise import finest_noise
 from cdt_fast.video.quality import SHIFTS, dct3d_denoise, dct3d_shifted_denoise, psnr_of, ssim
 from cdt_fast.video.settings import VideoSettings
 from tests.tiny import scrolling_clip
@@ -67,18 +68,21 @@ def test_a_run_is_compared_with_other_denoisers_on_clips_of_anyone(
     found = compare_denoisers(model, settings, read_clips([str(tmp_path / "clip.npy")]), [20.0, 50.0])
     by_name = {each.name: each for each in found.measured}
     noisy = by_name["noisy frames"]
-    assert noisy.psnr == pytest.approx([psnr_of(20.0), psnr_of(50.0)], abs=0.1)
+    assert noisy.psnr == pytest.approx([psnr_of(20.0), psnr_of(50.0), psnr_of(10.0)], abs=0.1)
     for name, each in by_name.items():
         if name != "noisy frames":
             assert each.psnr[1] > noisy.psnr[1] + 0.5, name
-            assert len(each.psnr) == len(each.ssim) == 2
+            assert len(each.psnr) == len(each.ssim) == 3
         assert each.rate > 0
         # All show the same frame.
         assert (each.shown - found.clean).square().mean() <= (noisy.shown - found.clean).square().mean()
     told = by_name["cdt_fast, 2 of 2 layers"].psnr
     assert told[1] > noisy.psnr[1] + 6  # the start of the training is a threshold
     assert by_name["cdt_fast, noise estimated"].psnr == pytest.approx(told, abs=0.5)
-    assert len({len(row) for row in as_table(found)}) == 1
+    heading, first, *rest = as_table(found)
+    assert heading[1:6] == ["σ 20", "σ 50", "mean", "SSIM", "a camera's, σ 10"]
+    assert first[3] == f"{np.mean(noisy.psnr[:2]):.2f}"
+    assert {len(row) for row in (first, *rest)} == {len(heading)}
     write_report(tmp_path / "clips.html", found, "a command")
     text = (tmp_path / "clips.html").read_text()
     assert text.count("<tr>") == 1 + len(found.measured)
@@ -97,6 +101,21 @@ def test_a_run_is_compared_with_other_denoisers_on_clips_of_anyone(
     whole = VideoSettings.chosen({"data": {"frames": "resized"}})
     with pytest.raises(InputError, match="--clips compares a network for crops"):
         compare_denoisers(DUST(64, 64, 1), whole, [], [20.0])
+
+
+def test_the_noise_of_a_camera_is_that_of_a_row_of_colors_filled_in() -> None:
+    raw = torch.zeros(1, 8, 8)
+    raw[0, 3, 3], raw[0, 4, 4] = 1, 1  # two green pixels, which share two neighbors
+    found = _of_a_camera(raw)[0]
+    expected = torch.zeros(8, 8)
+    for place in (3, 4):
+        expected[place, place] += 1
+        for row, column in ((place - 1, place), (place + 1, place), (place, place - 1), (place, place + 1)):
+            expected[row, column] += 0.25
+    torch.testing.assert_close(found / found.max(), expected)
+    noise = _of_a_camera(torch.randn(2, 64, 64, generator=torch.Generator().manual_seed(0)))
+    assert noise.std().item() == pytest.approx(1)
+    assert finest_noise(noise) < 0.6
 
 
 def test_a_filter_that_is_not_there_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
