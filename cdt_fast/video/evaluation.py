@@ -16,7 +16,7 @@ from cdt_fast.progress import progress_bar
 from cdt_fast.training.results import Evaluation, per_sample_statistics
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.video.data.windows import VideoData, Windows
-from cdt_fast.video.networks import Denoiser, ReconstructionLosses, device_of, reconstructed, training_input
+from cdt_fast.video.networks import Denoiser, device_of, reconstructed, training_input
 from cdt_fast.video.noise import LEVELS, noisy_batches, unit_noise_batches, with_noise
 from cdt_fast.video.quality import BASELINES
 from cdt_fast.video.settings import VideoSettings
@@ -53,18 +53,6 @@ class VideoEvaluation(Evaluation):
         return self.model if self.model == "vit" else "tied" if self.tied else "untied"
 
 
-@torch.no_grad()
-def mean_depth_losses(model: Denoiser, windows: Windows, settings: VideoSettings, sigma: float) -> list[float]:
-    """Return the mean loss of every depth `[L+1]` over all of `windows`, at the training noise."""
-    device, dtype = device_of(model), next(model.parameters()).dtype
-    sums = torch.zeros(model.layers + 1, dtype=torch.float64, device=device)
-    losses = ReconstructionLosses(model, None, settings)
-    for noisy, clean, deviation in noisy_batches(windows, settings.noise, sigma, device, dtype):
-        given, target = (training_input(frames, settings) for frames in (noisy, clean))
-        sums += losses(given, target, deviation, None)[1].to(torch.float64) * len(clean)
-    return (sums / len(windows)).tolist()
-
-
 def measure(
     model: Denoiser, data: VideoData, settings: VideoSettings, autocast: torch.dtype | None = None
 ) -> dict[str, Any]:
@@ -74,7 +62,7 @@ def measure(
     """
     rmse = _measured(_depths(model, settings, autocast), data.test, data.sigma, settings, device_of(model))
     with torch.autocast(device_of(model).type, autocast, enabled=autocast is not None):
-        losses = _losses_of_samples(model, data, settings)
+        losses = losses_of_samples(model, data.test, settings, data.sigma)
     final = [depths[-1] for depths in rmse]
     return {
         "tied": getattr(model, "tied", False),
@@ -161,10 +149,10 @@ def _measured(
 
 
 @torch.no_grad()
-def _losses_of_samples(model: Denoiser, data: VideoData, settings: VideoSettings) -> Tensor:
+def losses_of_samples(model: Denoiser, windows: Windows, settings: VideoSettings, sigma: float) -> Tensor:
     """Return the losses `[L+1, samples]` of every single sequence, or every window of crops, at the training noise."""
-    losses: list[Tensor] = []
-    for noisy, clean, deviation in noisy_batches(data.test, settings.noise, data.sigma, device_of(model)):
+    device, dtype, losses = device_of(model), next(model.parameters()).dtype, list[Tensor]()
+    for noisy, clean, deviation in noisy_batches(windows, settings.noise, sigma, device, dtype):
         given, target = (training_input(frames, settings) for frames in (noisy, clean))
         unit: Any = 1.0
         if isinstance(model, DenoisingDUST):

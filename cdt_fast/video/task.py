@@ -91,7 +91,8 @@ class VideoWorkload:
     def validation_losses(self, autocast: torch.dtype | None) -> list[float]:
         with torch.autocast(device_of(self._denoiser).type, autocast, enabled=autocast is not None):
             data = self._data
-            return evaluation.mean_depth_losses(self._denoiser, data.validation, self._settings, data.sigma)
+            losses = evaluation.losses_of_samples(self._denoiser, data.validation, self._settings, data.sigma)
+            return losses.mean(1).tolist()
 
     def validation_error(self, autocast: torch.dtype | None) -> float | None:
         if self._settings.crops:  # trained on all levels

@@ -20,7 +20,7 @@ from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.video.data import from_patches, to_patches
 from cdt_fast.video.data.clips import Clip
 from cdt_fast.video.data.windows import DecodedClip, Part, VideoData, Windows, load_clip
-from cdt_fast.video.evaluation import baseline_errors, mean_depth_losses, mean_rmse, measure
+from cdt_fast.video.evaluation import baseline_errors, losses_of_samples, mean_rmse, measure
 from cdt_fast.video.figures import keep_frames
 from cdt_fast.video.networks import build_network
 from cdt_fast.video.noise import noisy_batches
@@ -158,7 +158,7 @@ def test_validation_losses_are_means_over_all_tokens(tiny_config: Config, longer
     config = tiny_config(source=str(longer))
     data = load_data(config)
     model = DUST(64, 64, 2)
-    found = mean_depth_losses(model, data.train, config, data.sigma)
+    found = losses_of_samples(model, data.train, config, data.sigma).mean(1).tolist()
     single = []
     batches = noisy_batches(data.train, (0.15, 0.15), data.sigma, torch.device("cpu"))
     frames, cleans = (torch.cat(parts) for parts in list(zip(*batches, strict=True))[:2])
@@ -181,7 +181,8 @@ def test_the_final_model_is_judged_as_in_its_training(trained: Any) -> None:
         (entry for entry in run.read_metrics() if "validation" in entry),
         key=lambda entry: (not entry["validation"]["feasible"], entry["validation"]["loss"][-1]),
     )
-    assert mean_depth_losses(model, data.validation, config, data.sigma) == best["validation"]["loss"]
+    found = losses_of_samples(model, data.validation, config, data.sigma).mean(1)
+    assert found.tolist() == best["validation"]["loss"]
 
 
 def test_the_baseline_is_a_hard_threshold_of_the_transform() -> None:
