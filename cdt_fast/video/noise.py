@@ -136,9 +136,9 @@ def _changes(half: Tensor, strips: Tensor) -> tuple[float, float]:
     """Return the variance of white noise whose changes have the quantile found in blocks of strips `[T, n, h, w]` at
     half the size, and the deviation of the finest differences in the blocks below it, as a share of white noise's."""
     across = strips[..., 1::2, : half.shape[-1] * 2] - strips[..., ::2, : half.shape[-1] * 2]
-    finest = (across[..., 1::2] - across[..., ::2]) / 4
-    coarse, fine = ((each.diff(dim=0) / 2**0.5).unfold(2, 4, 4).unfold(3, 4, 4) for each in (half, finest))
-    variances, fines = coarse.var((-2, -1)).mean(0), fine.square().mean((-2, -1)).mean(0)
+    coarse, fine = half.diff(dim=0), ((across[..., 1::2] - across[..., ::2]) / 4).diff(dim=0)
+    variances = (avg_pool2d(coarse.square(), 4) - avg_pool2d(coarse, 4).square()).mean(0) * (8 / 15)
+    fines = avg_pool2d(fine.square(), 4).mean(0) / 2
     quantile = variances.quantile(0.3)
     quiet = variances <= quantile
     share = (fines[quiet].sum() / variances[quiet].sum().clamp(min=1e-12)).sqrt().item()
