@@ -59,7 +59,7 @@ class DescentCallback(_Callback):
         self._constraints: DescentConstraints | None = None
         self._layer_losses: LayerLosses | None = None
         self._hooks: list[Any] = []
-        self._saved: Mapping[str, Any] | None = None
+        self._saved: Mapping[str, Any] = {}
         self._logged: LossSums | None = None
         self._items: Tensor | None = None  # what a micro-batch is divided by: items of the previous step, a micro-batch
         # Losses and counts of the micro-batches whose gradients wait for the optimizer, and how many gradients wait.
@@ -105,10 +105,7 @@ class DescentCallback(_Callback):
             model.register_forward_hook(self._after_forward),
             trainer.optimizers[0].register_step_post_hook(after),
         ]
-        if self._saved is not None:
-            self._constraints.load_state_dict(self._saved["constraints"])
-            self._items = self._saved["items"].to(pl_module.device)
-            self._saved = None
+        self.load_state_dict(self._saved)
         self.on_before_zero_grad()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
@@ -117,7 +114,7 @@ class DescentCallback(_Callback):
     def teardown(self, *_: Any, stage: str = "") -> None:
         for hook in self._hooks:
             hook.remove()
-        self._hooks = []
+        self._hooks, self._saved = [], {}
         if self._layer_losses is not None:
             self._layer_losses.remove()
         self._layer_losses = None
@@ -195,5 +192,9 @@ class DescentCallback(_Callback):
         return {"constraints": copy.deepcopy(self._constraints.state_dict()), "items": self._items.clone()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned, when training starts."""
-        self._saved = state_dict or None
+        """Restore what `state_dict` returned, when training starts; at once where it has: FSDP restores after that."""
+        if self._layer_losses is None:
+            self._saved = state_dict
+        elif state_dict:
+            self.constraints.load_state_dict(state_dict["constraints"])
+            self._items = state_dict["items"].to(self.constraints.device)

@@ -237,7 +237,14 @@ def test_a_forward_past_the_callback_has_the_models_own_loss(tmp_path: Path) -> 
         assert loss == pytest.approx(own, rel=1e-6)
 
 
-def test_resume_is_bit_equal(tmp_path: Path) -> None:
+class RestoresLate(lightning.pytorch.strategies.SingleDeviceStrategy):
+    """Restores a checkpoint after `on_fit_start`, as FSDP and ModelParallelStrategy do."""
+
+    restore_checkpoint_after_setup = True
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_resume_is_bit_equal(late: bool, tmp_path: Path) -> None:
     settings = {"rate": RATE, "reference": 3.0, "dual_lr": 0.1, "slack_cost": 1.0}
     whole, module = DescentCallback(settings, unconstrained_steps=2), Module(adam=True)
     fit(tmp_path, whole, module, epochs=3)
@@ -245,12 +252,24 @@ def test_resume_is_bit_equal(tmp_path: Path) -> None:
     trainer, _ = fit(tmp_path, first, Module(adam=True), epochs=2)
     trainer.save_checkpoint(tmp_path / "saved.ckpt")
     resumed, again = DescentCallback(settings, unconstrained_steps=2), Module(adam=True)
-    fit(tmp_path, resumed, again, epochs=3, ckpt_path=tmp_path / "saved.ckpt")
+    changes = {"strategy": RestoresLate("cpu")} if late else {}
+    fit(tmp_path, resumed, again, epochs=3, ckpt_path=tmp_path / "saved.ckpt", **changes)
     assert flat(resumed.constraints.state_dict()) == flat(whole.constraints.state_dict())
     for mine, other in zip(module.parameters(), again.parameters(), strict=True):
         assert torch.equal(mine, other)
     saved = torch.load(tmp_path / "saved.ckpt", weights_only=True)["callbacks"]["DescentCallback"]
     assert saved["items"] > 0
+
+
+def test_a_checkpoint_that_is_only_tested_is_not_resumed_from(tmp_path: Path) -> None:
+    descent, module = DescentCallback(ASCENT), Module()
+    trainer, _ = fit(tmp_path, descent, module, epochs=1)
+    trainer.save_checkpoint(tmp_path / "saved.ckpt")
+    trainer, _ = fit(tmp_path, descent, module, epochs=1)
+    before = descent.constraints.multipliers.clone()
+    trainer.validate(module, loader(1), ckpt_path=tmp_path / "saved.ckpt", weights_only=False)
+    _, history = fit(tmp_path, descent, module, count=2, epochs=1)
+    assert torch.equal(history.multipliers[0], before)
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
