@@ -181,7 +181,7 @@ class DescentCallback(_Callback):
                 self._logged.add(losses, count)
                 self.constraints.record(losses, count)
             self.constraints.step(update=trainer.global_step >= self._unconstrained_steps)
-            if (trainer.global_step + 1) % trainer.log_every_n_steps == 0:
+            if trainer.log_every_n_steps and (trainer.global_step + 1) % trainer.log_every_n_steps == 0:
                 pl_module.log_dict(self._logged.take(multipliers=True)[0])
         self.on_before_zero_grad()
 

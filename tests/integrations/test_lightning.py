@@ -128,6 +128,12 @@ def test_it_is_the_loop_written_out(tmp_path: Path, kind: type[Module]) -> None:
     assert_same_weights(module.model, weights)
 
 
+def test_a_trainer_that_never_logs(tmp_path: Path) -> None:
+    trainer, history = fit(tmp_path, DescentCallback(ASCENT), Module(), log_every_n_steps=0)
+    assert history.multipliers[-1].any()
+    assert not trainer.logged_metrics
+
+
 def test_gradients_are_clipped_after_they_are_set_right(tmp_path: Path) -> None:
     clip = 0.1
     module = Module()
