@@ -30,9 +30,9 @@ class DescentCallback(_Callback):
     they are clipped and the optimizer steps. Other terms of the loss are scaled by that factor too, which is near 1.
 
     Multipliers and slacks move as there (and not in a step whose training steps all return None), and the same entries
-    are logged every `log_every_n_steps`. In validation the model's output has the loss of its last layer, and
-    `layer_losses` and `layer_loss_count` to log. The checkpoint holds the state of the constraints. The model is given
-    back as it was when the trainer is done.
+    are logged every `log_every_n_steps`. In validation, as wherever no training batch runs, the model's output has the
+    loss of its last layer, and `layer_losses` and `layer_loss_count` to log. The checkpoint holds the state of the
+    constraints. The model is given back as it was when the trainer is done.
 
     Args:
         constraints: a DescentConstraints, or a dictionary of its options, which a `preset` in it completes.
@@ -65,6 +65,7 @@ class DescentCallback(_Callback):
         # Losses and counts of the micro-batches whose gradients wait for the optimizer, and how many gradients wait.
         self._pending: list[tuple[Tensor, Tensor]] = []
         self._backwards = 0
+        self._in_batch = False  # of training: not in a validation, nor in the steps of a learning rate finder
 
     @property
     def constraints(self) -> DescentConstraints:
@@ -114,14 +115,14 @@ class DescentCallback(_Callback):
     def teardown(self, *_: Any, stage: str = "") -> None:
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self._saved = [], {}
+        self._hooks, self._saved, self._in_batch = [], {}, False
         if self._layer_losses is not None:
             self._layer_losses.remove()
         self._layer_losses = None
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # Not `module.training`: pretrained models come in evaluation mode, in which Lightning trains them.
-        training = torch.is_grad_enabled()
+        training = self._in_batch and torch.is_grad_enabled()
         self.layer_losses.weights = self.constraints.weights() if training else None
         if kwargs.get("labels") is None and kwargs.get("shift_labels") is None:
             return args, kwargs
@@ -134,7 +135,7 @@ class DescentCallback(_Callback):
 
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self.layer_losses.weights = self.layer_losses.items = None
-        if "layer_losses" in output and output["loss"].requires_grad:
+        if self._in_batch and "layer_losses" in output and output["loss"].requires_grad:
             losses = measured(self.layer_losses, self.constraints)
             # In the backward: a training step may look at a loss, and return None.
             output["loss"].register_hook(lambda gradient: self._pending.append(losses))
@@ -151,6 +152,12 @@ class DescentCallback(_Callback):
         # Not at the end of an epoch: a checkpoint may have been saved before that, after the last validation.
         if batch_idx == 0:
             self.constraints.epoch_end()
+        self._in_batch = True
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self._in_batch = False
+
+    on_train_epoch_end = on_train_batch_end  # a batch that the module refuses has no end
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         # The only hook between the last backward of an optimizer step and the clipping of its gradients, which AMP has

@@ -214,13 +214,68 @@ def test_a_step_that_the_gradient_scaler_skips_moves_no_multiplier(fused: bool, 
     assert_same_weights(module.model, weights, tolerance=1e-3)
 
 
-def test_validation_is_plain(tmp_path: Path) -> None:
-    module = Module()
-    trainer, _ = fit(tmp_path, DescentCallback(ASCENT), module, count=2, epochs=1, validate=True)
+class Explains(Module):
+    """A module whose validation takes gradients."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        with torch.enable_grad():
+            loss = self.model(**batch).loss
+            torch.autograd.grad(loss, list(self.parameters()))
+        self.log("val_loss", loss.detach())
+
+
+@pytest.mark.parametrize("kind", [Module, Explains])
+def test_validation_is_plain(kind: type[Module], tmp_path: Path) -> None:
+    module = kind()
+    changes = {"inference_mode": False, "val_check_interval": 1}  # within a step too
+    trainer, _ = fit(tmp_path, DescentCallback(ASCENT), module, count=4, epochs=1, validate=True, **changes)
+    assert_same_weights(module.model, expected_run([[0, 1], [2, 3]], count=4)[2])
     module.model.eval()
     with torch.no_grad():
         plain = sum(eager_losses(module.model, stacked([row]))[-1] for row in rows(3)) / 3
     assert float(trainer.callback_metrics["val_loss"]) == pytest.approx(float(plain), abs=1e-5)
+
+
+class Looks(Module):
+    """A module that looks at a loss before training and after an epoch, which it ends by a hook."""
+
+    def on_train_start(self) -> None:
+        self.found, self.batch = [], stacked(rows(3))
+        self.model(**self.batch)
+        assert not self.trainer.callbacks[0].state_dict()  # nor has this rank waited for others
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if batch_idx == 2 else None
+
+    def on_train_epoch_end(self) -> None:
+        self.found.append((self.model(**self.batch).loss.item(), eager_losses(self.model, self.batch)[-1].item()))
+
+
+def test_a_look_at_the_model_between_batches_is_plain(tmp_path: Path) -> None:
+    module = Looks()
+    fit(tmp_path, DescentCallback(ASCENT), module)
+    for loss, own in module.found:
+        assert loss == pytest.approx(own, rel=1e-6)
+
+
+class Finds(lightning.pytorch.callbacks.LearningRateFinder):
+    """Looks for a learning rate before each epoch, too shortly to find one."""
+
+    def on_fit_start(self, *args: Any) -> None:
+        pass
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self.lr_find(trainer, pl_module)
+
+
+def test_a_learning_rate_finder_moves_nothing(tmp_path: Path) -> None:
+    module, descent = Module(), DescentCallback(ASCENT)
+    module.lr = LEARNING_RATE
+    finder = Finds(num_training_steps=2, early_stop_threshold=None)
+    fit(tmp_path, descent, module, count=4, callbacks=[descent, finder])
+    multipliers, _, weights = expected_run([[0, 1], [2, 3]] * 2, count=4)
+    torch.testing.assert_close(descent.constraints.multipliers, multipliers[-1], rtol=0, atol=1e-7)
+    assert_same_weights(module.model, weights)
 
 
 def test_steps_of_fewer_micro_batches_leave_other_terms_as_they_are(tmp_path: Path) -> None:
