@@ -71,7 +71,8 @@ class DescentCallback(_Callback):
     def constraints(self) -> DescentConstraints:
         """Return the constraints; before training starts there are none, which is an InputError."""
         if self._constraints is None:
-            raise InputError("the constraints are made when training starts; there is no model before")
+            where = "(by ddp_spawn and ddp_notebook in processes that end with it)"
+            raise InputError(f"the constraints are made when training starts {where}; there is no model before")
         return self._constraints
 
     @property
