@@ -97,6 +97,8 @@ class DescentCallback(_Callback):
                 f"model must name the transformers model inside of the {type(pl_module).__name__}, got "
                 f"{self._model_name!r}; it holds {[name for name, _ in pl_module.named_children()]}"
             ) from error
+        if held := [name for name, value in pl_module.hparams.items() if isinstance(value, nn.Module)]:
+            raise InputError(f"checkpoints cannot hold a model with layer losses: save_hyperparameters(ignore={held})")
         self._layer_losses = handle = attach_layer_losses(model, self._taps)
         given = self._constraints or self._given
         self._constraints = constraints_for(given, handle, self._unconstrained_steps).to(pl_module.device)

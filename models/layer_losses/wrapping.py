@@ -40,7 +40,10 @@ class WrappedForward:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # A pickle names a method, and so would bring back the forward of the class, silently.
-        raise InputError("a model with layer losses cannot be pickled: save its state_dict, or call remove() first")
+        raise InputError(
+            "a model with layer losses cannot be pickled: save its state_dict, call remove() first, and give spawned "
+            "workers what does not hold it"
+        )
 
     def remove(self) -> None:
         """Restore the forward; if another one has been put around this one since, it stays and passes calls on."""

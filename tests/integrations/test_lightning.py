@@ -333,7 +333,16 @@ def test_a_checkpoint_that_is_only_tested_is_not_resumed_from(tmp_path: Path) ->
     assert torch.equal(history.multipliers[0], before)
 
 
+class Keeps(Module):
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.model = inner
+
+
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"save_hyperparameters\(ignore=\['inner'\]\)"):
+        fit(tmp_path, DescentCallback(ASCENT), Keeps(language_model()))
     manual = Module()
     manual.automatic_optimization = False
     for descent, module, message in (
