@@ -75,9 +75,9 @@ PAPER_ROWS = _read_rows()
 PRESETS: dict[str, Mapping[str, Any]] = {
     # Of a denoiser all depths are wanted.
     "video": {"objective": "log", "margin": 0.01},
-    # A hundred steps: slow multipliers gain nothing at the last depth, and exits lose (docs/results.md).
+    # A hundred steps: slow multipliers gain nothing at the last depth, and exits lose.
     "text": {"reference": 0.9, "dual_lr": 0.05},
-    # A rate of 0.02 is as good at the last depth, worse at exits, and not met either (docs/results.md).
+    # A rate of 0.02 is as good at the last depth, worse at exits, and not met either.
     "lm": {"rate": 0.05, "dual_lr": 0.05},
     # For a new problem: no depth is ever pushed up, relative violations, no dual momentum.
     "safe": {"objective": "last", "reference_mode": "constraint", "betas": (0.0, 0.999), "resilience": "decay"},
