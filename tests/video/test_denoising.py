@@ -275,6 +275,16 @@ def test_blurred_noise_is_removed_as_what_it_is(sigma: float | None) -> None:
     assert errors[0] < 0.6 * min(errors[1:])
 
 
+def test_blurred_noise_of_color_is_taken_for_that_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    white = torch.randn(3, 12, 98, 98, generator=torch.Generator().manual_seed(0))
+    noisy = (128 + 30 * avg_pool2d(avg_pool2d(white, 2, 1), 2, 1)).clamp(0, 255).byte().permute(1, 2, 3, 0).numpy()
+    found = []
+    monkeypatch.setattr(Denoising, "plane", lambda self, plane, copies, noise, **_: found.append(noise.blur) or plane)
+    list(Denoising(load_network(SHIPPED), VideoSettings(), 3).frames(noisy))
+    assert len(found) == 3
+    assert min(found) > 0.1
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_noise_of_color_is_removed_where_brightness_has_less(size: int) -> None:
     settings, random = VideoSettings(), np.random.default_rng(0)

@@ -69,6 +69,16 @@ def test_noise_of_a_camera_is_found_at_half_the_size(blur: float) -> None:
     assert finest_noise(frames) < (1.02 - 2 * blur) * deviation
 
 
+def test_white_noise_is_not_taken_for_blurred() -> None:
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(16, 96, 128, generator=generator)
+    waves = 0.5 * (0.3 * (torch.arange(128) + 3 * torch.arange(16)[:, None, None])).sin()  # moving, without fine detail
+    assert estimated_noise(waves + 0.02 * noise).blur < 0.02
+    blocks = torch.rand(16, 12, 16, generator=generator) < 0.6  # as a coder drops the noise of a block
+    coded = noise * blocks.repeat_interleave(8, 1).repeat_interleave(8, 2)
+    assert estimated_noise(coded).blur < 0.02
+
+
 def test_detail_that_stands_still_or_moves_is_no_noise() -> None:
     generator = torch.Generator().manual_seed(0)
     noise, picture = torch.randn(16, 96, 128, generator=generator), torch.rand(128, 160, generator=generator)

@@ -103,6 +103,17 @@ def test_a_run_is_compared_with_other_denoisers_on_clips_of_anyone(
         compare_denoisers(DUST(64, 64, 1), whole, [], [20.0])
 
 
+def test_of_a_camera_s_noise_filters_are_told_what_is_best_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    np.save(tmp_path / "clip.npy", scrolling_clip(16, 40, 50))
+    given: list[float] = []
+    named = {"noisy frames": lambda frames, _: frames, "ffmpeg, bm3d": lambda frames, s: given.append(s) or frames}
+    monkeypatch.setattr("cdt_fast.video.comparison.peers", lambda: named)
+    compare_denoisers(DenoisingDUST(layers=1), VideoSettings(), read_clips([str(tmp_path / "clip.npy")]), [20.0])
+    assert given == [20.0, pytest.approx(14.0), 20.0]  # white, a camera's, and what is timed
+
+
 def test_the_noise_of_a_camera_is_that_of_a_row_of_colors_filled_in() -> None:
     raw = torch.zeros(1, 8, 8)
     raw[0, 3, 3], raw[0, 4, 4] = 1, 1  # two green pixels, which share two neighbors
