@@ -218,7 +218,7 @@ class DescentConstraints(nn.Module):
             count = count.reshape(()).to(sums.dtype)
             sums[:-1].add_(torch.where(count > 0, losses.to(sums.dtype) * count, 0.0))
         elif check_number("count", count, "a number >= 0", lambda number: number >= 0):
-            sums[:-1].add_(losses, alpha=count)
+            sums[:-1].add_(losses.to(sums.dtype) * count)  # inductor keeps an `alpha` of its first call
         sums[-1].add_(count)
         self._recorded = True
 

@@ -7,6 +7,7 @@ import inspect
 import io
 import itertools
 import math
+import shutil
 import typing
 from typing import Any
 
@@ -154,6 +155,16 @@ def test_auto_reference_is_the_mean_of_the_first_measurements() -> None:
     feed(constraints, [500.0, 0.0])
     assert float(constraints.reference_level) == pytest.approx(mean, rel=1e-12)
     assert constraints.report([9.0, 1.0]).violation[0] == pytest.approx(9.0 - mean)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler")
+def test_a_compiled_record_follows_its_count() -> None:
+    constraints = plain(1)
+    record = torch.compile(constraints.record, backend="inductor")
+    for count in (4.0, 5.0, 6.5, 7.0, 8):
+        record(torch.tensor([3.0, 2.0]), count)
+    assert constraints.accumulated.tolist() == [91.5, 61.0, 30.5]
 
 
 @pytest.mark.parametrize("options", [{}, {"objective": "log", "bounds": {1: "0.9x"}}])
