@@ -66,7 +66,7 @@ def symmetric_attention(
     # the result, in 2.8 to 5.2 times the FLOP of the library's products. Places within a sequence are of 32 bits.
     backend, widest = common.choose_backend("symmetric_attention", tokens, multiplies=True), _widest(z, values)
     unheld = widest > common.WIDEST or tokens.shape[1] * common.WIDEST >= 2**31
-    if (not _packed(tokens) and unheld) or common.underflows(dtype, scale):
+    if (backend == "triton" and unheld and not _packed(tokens)) or common.underflows(dtype, scale):
         backend = "torch"
     mixed = None if values is None else common.sequences(values, dtype)
     # Rows that are no multiple of 16 bytes are loaded in parts, and the kernels spill.
@@ -242,7 +242,7 @@ def _multiplies_narrow(z: Tensor) -> bool:
 
 def _dtype_of_attention(z: Tensor, energy: bool) -> torch.dtype:
     # With energy the differences from a row's own score are not small.
-    narrow = not energy and z.shape[1] >= MANY and _multiplies_narrow(z)
+    narrow = not energy and _multiplies_narrow(z) and z.shape[1] >= MANY
     return z.dtype if narrow else torch.promote_types(z.dtype, torch.float32)
 
 

@@ -1,4 +1,4 @@
-"""Models in torch.export, with batches of any size."""
+"""Models in torch.export, with batches and sequences of any size."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from cdt_fast import models
 
 BATCH = torch.export.Dim("batch", min=2, max=4096)
+LENGTH = torch.export.Dim("length", min=2, max=512)
 WEIGHTS = [0.0, 0.5, 1.0]
 VIT: dict[str, Any] = {"patch_size": 16, "grid": (2, 3), "layers": 2, "width": 12, "heads": 3}
 
@@ -56,3 +57,12 @@ def test_exports_with_a_batch_of_any_size(name: str, weights: list[float] | None
     for batch in (7, 9):
         given = inputs_of(name, batch)
         torch.testing.assert_close(exported(*given), network(*given), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["DUST", "TextUT"])
+def test_exports_with_sequences_of_any_length(name: str) -> None:
+    torch.manual_seed(0)
+    network, (first, _) = made(name).requires_grad_(False), inputs_of(name, 3)
+    exported = torch.export.export(network, (first,), dynamic_shapes=({1: LENGTH},)).module()
+    longer = first.repeat_interleave(20, 1)  # beyond what is packed into a tile
+    torch.testing.assert_close(exported(longer), network(longer), rtol=1e-4, atol=1e-5)
