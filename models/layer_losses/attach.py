@@ -173,7 +173,8 @@ class LayerLosses:
             return losses, logits
 
         output, (losses, logits) = self._read(kwargs, form, whole_logits=whole_logits)
-        loss = losses.total / (count if items is None else items)
+        # Of no items NaN, as in torch, but with gradients of zero.
+        loss = losses.total / count.clamp(min=1) + 0 / count if items is None else losses.total / items
         from_routers = router_loss(self.model, output, self.router_factor)
         count = count.to(loss.device, non_blocking=True)
         self.measured = exact[0][: len(self.taps)] / count.clamp(min=1), count

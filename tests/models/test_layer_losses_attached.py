@@ -96,6 +96,20 @@ def test_compiled_as_one_graph(name: str) -> None:
     assert own == [module for module in model.modules() if "forward" in vars(module)]
 
 
+def test_labels_that_are_all_ignored_have_no_gradient_where_they_cannot_be_refused() -> None:
+    torch._dynamo.reset()
+    model, inputs = build("llama").train(), inputs_of("llama")
+    handle = attach_layer_losses(model)
+    model(**inputs)
+    handle.weights = [1.0] * len(handle.taps)
+    loss = torch.compile(model, backend="aot_eager")(
+        **{**inputs, "labels": torch.full_like(inputs["labels"], -100)}
+    ).loss
+    loss.backward()
+    assert loss.isnan()
+    assert not any(parameter.grad.any() for parameter in model.parameters() if parameter.grad is not None)
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_remove_gives_the_model_back(name: str, tmp_path: Path) -> None:
     model, inputs = build(name), inputs_of(name)
