@@ -46,9 +46,9 @@ def attach_layer_losses(
 
     The first forward with labels is compared with the model in a few further forwards of a few tokens. Later changes
     (the head, its classes, adapters, precision, checkpointing) are followed, and compared again, by a forward that is
-    not compiled; another number of layers is an InputError. The comparison cannot see a module between norm and head
-    that is the identity at that moment, nor a loss term of training alone, unless that forward is in training mode and
-    the outermost module adds it.
+    not compiled, and not before one; another number of layers is an InputError. The comparison cannot see a module
+    between norm and head that is the identity at that moment, nor a loss term of training alone, unless that forward is
+    in training mode and the outermost module adds it.
     Works inside DDP, FSDP2, accelerate and peft, attached before or after they wrap the model.
 
     Args:
