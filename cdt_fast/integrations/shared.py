@@ -17,7 +17,11 @@ def constraints_for(
     given: DescentConstraints | Mapping[str, Any], layer_losses: LayerLosses, unconstrained_steps: int
 ) -> DescentConstraints:
     """Return `given`, or constraints with these options, which may name a `preset`. InputError: it is neither, names an
-    unknown option, does not have one loss a depth that is read, or needs a warm-up that has no steps."""
+    unknown option, does not have one loss a depth that is read, or needs a warm-up that has no steps; or the last depth
+    is not read."""
+    if layer_losses.taps[-1] != layer_losses.layers:
+        untrained = f"as layers above the last tap are not trained; got {list(layer_losses.taps)}"
+        raise InputError(f"taps must end with the last depth, {layer_losses.layers} or -1, {untrained}")
     if isinstance(given, Mapping):
         options = options_of(**given)
         if isinstance(options["bounds"], Mapping):

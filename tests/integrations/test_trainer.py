@@ -183,6 +183,8 @@ def test_taps_reach_the_model(tmp_path: Path) -> None:
     assert {"layer_loss_0", "layer_loss_2", "violation_2", "multiplier_2"} <= entry.keys()
     assert "layer_loss_1" not in entry
     assert trainer.constraints.layers == 1
+    with pytest.raises(InputError, match=r"taps must end with the last depth, 2 or -1, .* got \[0, 1\]"):
+        trainer_for(tmp_path, taps=[0, 1])
 
 
 def test_bounds_are_on_depths_and_are_logged(tmp_path: Path) -> None:
