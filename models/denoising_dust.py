@@ -76,14 +76,14 @@ class DenoisingDUST(PretrainedModel):
         self.adaptations = nn.Parameter(initial.new_zeros(layers, 3, 2))
 
     @torch.no_grad()
-    def noise_in_codes(self, blur: float) -> Tensor:
+    def noise_in_codes(self, blur: tuple[float, float]) -> Tensor:
         """Return the deviation `[L, m]` of the noise in each code, in units of that of white noise as strong, where the
-        noise is white noise after the filter `[a, 1 − 2a, a]` along rows and along columns; `blur` is a."""
+        noise is white noise after the filters `[a, 1 − 2a, a]`; `blur` is the a along rows and that along columns."""
         places = torch.eye(self.patch + 2).to(self.dictionary)
-        rows = blur * places[:-2] + (1 - 2 * blur) * places[1:-1] + blur * places[2:]
+        across, down = (a * places[:-2] + (1 - 2 * a) * places[1:-1] + a * places[2:] for a in blur)
         atoms = self.dictionary.unflatten(1, (-1, self.patch, self.patch))
-        blurred = torch.einsum("lfrcm,ri,cj->lfijm", atoms, rows, rows).flatten(1, 3)
-        return blurred.norm(dim=1) / (self.dictionary.norm(dim=1) * rows[0].square().sum())
+        blurred = torch.einsum("lfrcm,ri,cj->lfijm", atoms, down, across).flatten(1, 3)
+        return blurred.norm(dim=1) / (self.dictionary.norm(dim=1) * across[0].norm() * down[0].norm())
 
     def refinement(
         self, noisy: Tensor, noise_in_codes: Tensor | None = None

@@ -28,7 +28,7 @@ from cdt_fast.video.data import open_source
 from cdt_fast.video.data.crops import from_opponent, to_opponent
 from cdt_fast.video.data.source import Excerpt, FrameArray
 from cdt_fast.video.networks import SHIPPED, Denoiser, device_of, load_network, reconstructed
-from cdt_fast.video.noise import LEVELS, LITTLE_NOISE, Noise, estimated_noise, finest_noise
+from cdt_fast.video.noise import LEVELS, LITTLE_NOISE, WHITE, Noise, estimated_noise, finest_noise
 from cdt_fast.video.settings import VideoSettings
 from cdt_fast.video.task import doubts
 from cdt_fast.video.writing import check_target, write_video
@@ -137,15 +137,14 @@ class Denoising:
 
     def _noise(self, plane: Tensor) -> Noise:
         """Return the noise of a plane, as strong as `sigma` says where it is given."""
-        found = estimated_noise(plane)
-        return found if self.sigma is None else found._replace(deviation=self.sigma / LEVELS)
+        return estimated_noise(plane, None if self.sigma is None else self.sigma / LEVELS)
 
     @torch.no_grad()
     def plane(
         self, frames: Tensor, copies: float = 1.0, noise: Noise | None = None, *, few_grids: bool = False
     ) -> Tensor:
         """Denoise a plane `[1, T, h, w]` of a window; its noise where it is not known already is that of `_noise`."""
-        data, deviation, blur = self.settings.data, frames.new_zeros(1), 0.0
+        data, deviation, blur = self.settings.data, frames.new_zeros(1), WHITE
         if isinstance(self.model, DenoisingDUST):
             strength, blur = self._noise(frames) if noise is None else noise
             # In the codes that the same noise adds up in, its deviation grows with the root of their number.

@@ -18,7 +18,7 @@ from cdt_fast.models import DUST, DenoisingDUST, DenoisingViT, VideoUT, load_pre
 from cdt_fast.ops.common import Weights
 from cdt_fast.training.execution import disable_malloc_trim
 from cdt_fast.video.data import from_patches, to_patches
-from cdt_fast.video.noise import LEAST_DEVIATION
+from cdt_fast.video.noise import LEAST_DEVIATION, WHITE
 from cdt_fast.video.quality import continued
 from cdt_fast.video.settings import VideoSettings
 
@@ -120,7 +120,7 @@ def reconstructed(
     depth: int | None = None,
     only_last: bool = False,
     few_grids: bool = False,
-    blur: float = 0.0,
+    blur: tuple[float, float] = WHITE,
 ) -> list[Tensor]:
     """Return the frames `[b, T, h, w]` of every depth up to `depth`.
 
@@ -172,7 +172,7 @@ def reconstructed(
     unit = deviation.clamp(min=LEAST_DEVIATION).to(noisy)[:, None, None, None]
     results, refinements = [noisy / unit], dict[Any, Any]()
     given = whole(results[0])
-    in_codes = model.noise_in_codes(blur) if blur else None
+    in_codes = model.noise_in_codes(blur) if any(blur) else None
 
     def sums(level: int, estimate: Tensor, parts: list[tuple[list[Place], int, int]]) -> tuple[Tensor, Tensor]:
         """Return the weighted sum of the patches of some parts of a layer, and that of the weights."""

@@ -19,6 +19,7 @@ _STRIP = 16  # rows
 # Best for the noise of cameras, coded or not: no smaller share of it in the finest differences, and a little more of it
 # than the filter says.
 _LEAST_FINE, _STRONGER = 0.4, 1.1
+_TINY = 1e-12
 # Noise of the evaluation: the same for every run, and apart from the noise of any training.
 _NOISE_SEED = 20_260_117
 _GOLDEN = 0.6180339887498949
@@ -80,14 +81,17 @@ def with_noise(frames: Tensor, deviation: Tensor, drawn: Tensor) -> Tensor:
 
 
 class Noise(NamedTuple):
-    """Noise as white noise after the filter `[a, 1 − 2a, a]` along rows and along columns."""
+    """Noise as white noise after the filters `[a, 1 − 2a, a]` along rows and along columns, each with its a."""
 
     deviation: float
-    blur: float  # a; 0 of white noise
+    blur: tuple[float, float]  # a along rows, a along columns; 0 of white noise
 
 
-def estimated_noise(frames: Tensor) -> Noise:
-    """Return the noise in frames `[..., h, w]` of one scene, its deviation in their unit.
+WHITE = 0.0, 0.0
+
+
+def estimated_noise(frames: Tensor, told: float | None = None) -> Noise:
+    """Return the noise in frames `[..., h, w]` of one scene, its deviation, which may be `told`, in their unit.
 
     The noise of a camera or a coder has little in the finest differences, and detail has much. So its variance, of
     white noise with as much, is read at half the size, where the lesser of two counts:
@@ -97,28 +101,42 @@ def estimated_noise(frames: Tensor) -> Noise:
     - `mean λ_{i ≤ k}` of the ascending eigenvalues of the covariance of pieces `[frames, rows, columns]`, with the
       greatest k at which it is at most their median: the picture, moving too, is in few of them.
 
-    The finest differences' share of it, r, tells the blur: `r = (a² + (1 − 3a)²) / (a² + (1 − a)²)`. It is read in the
-    blocks up to that quantile and in whole frames, and the greater one counts, as motion looks blurred too. After the
-    filter, the deviation is `((1 − 2a)² + 2a²) / (a² + (1 − a)²)` of what was read.
+    The share r of a direction's finest differences in it tells the blur: `r = (a² + (1 − 3a)²) / (a² + (1 − a)²)`. It
+    is read in the blocks up to that quantile, and of both directions together in whole frames too, where the greater
+    one counts, as motion looks blurred. The filter leaves the variance `((1 − 2a)² + 2a²) / (a² + (1 − a)²)` of it.
 
     Bars beside the picture and repeated frames are left out; a single picture, or a small one, has `finest_noise`.
     """
     frames = _without_bars(frames.reshape(-1, *frames.shape[-2:]))
+    finest = finest_noise(frames)
     if min(frames.shape[-2:]) < 2 * _STRIP:
-        return Noise(finest_noise(frames), 0.0)
+        return Noise(finest if told is None else told, WHITE)
     every = -(-frames.numel() // _PIXELS_FOR_NOISE)
     strips = frames[:, : frames.shape[1] // _STRIP * _STRIP].unflatten(1, (-1, _STRIP))[:, ::every]
     half = avg_pool2d(strips, 2)
     moves = [True, *(half[1:] != half[:-1]).flatten(1).any(1).tolist()]
     strips, half = strips[moves], half[moves]
     if len(half) == 1:
-        return Noise(finest_noise(frames[:1]), 0.0)
-    changes, fine = _changes(half, strips)
-    coarse = 2 * max(0.0, min(changes, _least_variance(half))) ** 0.5
-    share = min(1.0, max(_LEAST_FINE, fine, finest_noise(frames) / max(coarse, 1e-9)))
-    blur = (3 - share - (6 * share - 1 - share**2) ** 0.5) / (10 - 2 * share)
-    narrowed = ((1 - 2 * blur) ** 2 + 2 * blur**2) / (blur**2 + (1 - blur) ** 2)
-    return Noise(coarse * min(1.0, _STRONGER * narrowed), blur)
+        return Noise(finest_noise(frames[:1]) if told is None else told, WHITE)
+    variance, (quiet, across, down, both) = _changes(half, strips)
+    coarse = 2 * max(0.0, min(variance, _least_variance(half))) ** 0.5
+    share = min(1.0, max(both / quiet, finest / max(coarse, _TINY), _TINY))
+    if told is not None:  # it is no more blurred than its finest differences say
+        part = min(1.0, max(0.3, min(both, finest) / told))
+        a = (3 - 2 * part - (4 * part - 1 - 2 * part**2) ** 0.5) / (10 - 6 * part)
+        share = max(share, (a**2 + (1 - 3 * a) ** 2) / (a**2 + (1 - a) ** 2))
+    uneven = min(1 / share, max(share, across / down))
+    blur_across, left_across = _filter(share * uneven)
+    blur_down, left_down = _filter(share / uneven)
+    found = coarse * min(1.0, _STRONGER * (left_across * left_down) ** 0.5)
+    return Noise(found if told is None else told, (blur_across, blur_down))
+
+
+def _filter(share: float) -> tuple[float, float]:
+    """Return the a of a direction by the share of its finest differences, and the variance that the filter leaves."""
+    r = min(1.0, max(_LEAST_FINE, share))
+    a = (3 - r - (6 * r - 1 - r**2) ** 0.5) / (10 - 2 * r)
+    return a, ((1 - 2 * a) ** 2 + 2 * a**2) / (a**2 + (1 - a) ** 2)
 
 
 def _without_bars(frames: Tensor) -> Tensor:
@@ -132,20 +150,21 @@ def _without_bars(frames: Tensor) -> Tensor:
     return frames
 
 
-def _changes(half: Tensor, strips: Tensor) -> tuple[float, float]:
+def _changes(half: Tensor, strips: Tensor) -> tuple[float, list[float]]:
     """Return the variance of white noise whose changes have the quantile found in blocks of strips `[T, n, h, w]` at
-    half the size, and the deviation of the finest differences in the blocks below it, as a share of white noise's."""
-    across = strips[..., 1::2, : half.shape[-1] * 2] - strips[..., ::2, : half.shape[-1] * 2]
-    coarse, fine = half.diff(dim=0), ((across[..., 1::2] - across[..., ::2]) / 4).diff(dim=0)
-    variances = (avg_pool2d(coarse.square(), 4) - avg_pool2d(coarse, 4).square()).mean(0) * (8 / 15)
-    fines = avg_pool2d(fine.square(), 4).mean(0) / 2
+    half the size, and the deviations of white noise as in the blocks up to it: by the halves, and by the finest
+    differences across, down and both."""
+    changes, width = half.diff(dim=0), 2 * half.shape[-1]
+    variances = (avg_pool2d(changes.square(), 4) - avg_pool2d(changes, 4).square()).mean(0) * (8 / 15)
     quantile = variances.quantile(0.3)
     quiet = variances <= quantile
-    share = (fines[quiet].sum() / variances[quiet].sum().clamp(min=1e-12)).sqrt().item()
+    a, b, c, d = (strips[..., row::2, column:width:2].diff(dim=0) for row in (0, 1) for column in (0, 1))
+    finest = (avg_pool2d(each.square(), 4).mean(0) / 8 for each in (b + d - a - c, c + d - a - b, a + d - b - c))
+    found = [max(_TINY, each[quiet].mean().item()) ** 0.5 for each in (4 * variances, *finest)]
     # The quantile of χ² after Wilson and Hilferty; two changes on end share a frame.
     pairs = len(half) - 1
     spread = 2 / 9 * (1.5 - 0.5 / pairs) / (15 * pairs)
-    return quantile.item() / (1 - spread - 0.5244 * spread**0.5) ** 3, share
+    return quantile.item() / (1 - spread - 0.5244 * spread**0.5) ** 3, found
 
 
 def _least_variance(frames: Tensor) -> float:

@@ -115,10 +115,12 @@ def test_brightness_changes_nothing_else() -> None:
 def test_the_noise_in_codes_is_that_of_the_covariance_of_blurred_noise() -> None:
     model, place = trained(), torch.arange(3.0, dtype=torch.float64)
     apart = (place[:, None] - place).abs()
-    for blur in (0.0, 0.1, 0.25):  # covariance of a row: of each pixel with itself and those one and two beside it
-        shares = torch.tensor([(1 - 2 * blur) ** 2 + 2 * blur**2, 2 * blur * (1 - 2 * blur), blur**2])
-        row = shares.double()[apart.long()] / shares[0].double()
-        covariance = torch.kron(torch.eye(2, dtype=torch.float64), torch.kron(row, row))
+    for blur in ((0.0, 0.0), (0.1, 0.1), (0.25, 0.05)):
+        along = []  # covariance of a row, of a column: of each pixel with itself and those one and two beside it
+        for a in blur:
+            shares = torch.tensor([(1 - 2 * a) ** 2 + 2 * a**2, 2 * a * (1 - 2 * a), a**2]).double()
+            along.append(shares[apart.long()] / shares[0])
+        covariance = torch.kron(torch.eye(2, dtype=torch.float64), torch.kron(along[1], along[0]))
         variance = torch.einsum("lnm,nk,lkm->lm", model.dictionary, covariance, model.dictionary)
         expected = variance.sqrt() / model.dictionary.norm(dim=1)
         torch.testing.assert_close(model.noise_in_codes(blur), expected.detach(), rtol=1e-6, atol=0)
@@ -126,7 +128,7 @@ def test_the_noise_in_codes_is_that_of_the_covariance_of_blurred_noise() -> None
 
 def test_thresholds_follow_the_noise_in_codes() -> None:
     model, (noisy, estimate) = trained(), tokens()
-    factors = model.noise_in_codes(0.2)
+    factors = model.noise_in_codes((0.2, 0.1))
     found = [model.refinement(noisy, factors)(level, estimate) for level in range(1, LAYERS + 1)]
     with torch.no_grad():
         model.log_thresholds.add_(factors.log())

@@ -65,8 +65,8 @@ def test_every_layer_and_grid_knows_the_noise_in_its_codes(only_last: bool) -> N
     network, settings = network_of(VideoSettings()), VideoSettings()
     noisy = torch.rand(1, 8, 24, 32, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        found = reconstructed(network, settings, noisy, torch.tensor([0.1]), only_last=only_last, blur=0.15)
-        network.log_thresholds.add_(network.noise_in_codes(0.15).log())
+        found = reconstructed(network, settings, noisy, torch.tensor([0.1]), only_last=only_last, blur=(0.15, 0.05))
+        network.log_thresholds.add_(network.noise_in_codes((0.15, 0.05)).log())
         expected = reconstructed(network, settings, noisy, torch.tensor([0.1]), only_last=only_last)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
