@@ -121,7 +121,7 @@ def estimated_noise(frames: Tensor, told: float | None = None) -> Noise:
     variance, (quiet, across, down, both) = _changes(half, strips)
     coarse = 2 * max(0.0, min(variance, _least_variance(half))) ** 0.5
     share = min(1.0, max(both / quiet, finest / max(coarse, _TINY), _TINY))
-    if told is not None:  # it is no more blurred than its finest differences say
+    if told is not None:  # no more blurred than its own finest share says, (a² + (1 − 3a)²) / ((1 − 2a)² + 2a²)
         part = min(1.0, max(0.3, min(both, finest) / told))
         a = (3 - 2 * part - (4 * part - 1 - 2 * part**2) ** 0.5) / (10 - 6 * part)
         share = max(share, (a**2 + (1 - 3 * a) ** 2) / (a**2 + (1 - a) ** 2))
