@@ -100,8 +100,7 @@ class DUST(PretrainedModel):
         shape, or `clean` requires a gradient.
         """
         self._check(noisy)
-        common.check_tensor("clean", clean, 2, "[..., T, n]")
-        common.check_shape("clean", clean, tuple(noisy.shape), "as noisy")
+        common.check_tensor("clean", clean, 2, "[..., T, n]", noisy.shape, "as noisy")
         if not (tokens := math.prod(clean.shape[:-1])):
             raise InputError(f"clean must hold at least one token, got shape {tuple(clean.shape)}")
         if torch.is_grad_enabled():

@@ -153,8 +153,7 @@ class DenoisingViT(PretrainedModel):
         wrong shape, dtype or device, or `depth_weights` are not one number a depth.
         """
         self._check(noisy)
-        check_tensor("clean", clean, 2, "[..., T, n]")
-        check_shape("clean", clean, tuple(noisy.shape), "as noisy")
+        check_tensor("clean", clean, 2, "[..., T, n]", noisy.shape, "as noisy")
         sums = ops.layerwise_reconstruction_loss(self.reconstructions(noisy), clean, depth_weights=depth_weights)
         return LayerwiseLosses(*(losses / self.patch_size for losses in sums))
 
