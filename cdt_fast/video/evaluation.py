@@ -17,7 +17,7 @@ from cdt_fast.training.results import Evaluation, per_sample_statistics
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.video.data.windows import VideoData, Windows
 from cdt_fast.video.networks import Denoiser, device_of, reconstructed, training_input
-from cdt_fast.video.noise import LEVELS, noisy_batches, unit_noise_batches, with_noise
+from cdt_fast.video.noise import LEVELS, noisy_batches, unit_noise_batches
 from cdt_fast.video.quality import BASELINES
 from cdt_fast.video.settings import VideoSettings
 
@@ -140,7 +140,7 @@ def _measured(
         for _, clean, drawn in unit_noise_batches(windows, device):
             for level, gamma in enumerate(gammas):
                 deviation = clean.new_full((len(clean),), gamma * sigma)
-                outputs = denoise(with_noise(clean, deviation, drawn), deviation)
+                outputs = denoise(clean + deviation[:, None, None, None] * drawn, deviation)
                 squares = [(output - clean).square().sum(dtype=torch.float64) for output in outputs]
                 sums[level] += torch.stack(squares)
             bar.update(len(clean))

@@ -67,17 +67,12 @@ def noisy_batches(
     standard deviation `[b]`."""
     for indices, frames, drawn in unit_noise_batches(windows, device, dtype):
         deviation = (sigma * _level(*noise, (0.5 + indices.double() * _GOLDEN) % 1)).to(device, dtype)
-        yield with_noise(frames, deviation, drawn), frames, deviation
+        yield frames + deviation[:, None, None, None] * drawn, frames, deviation
 
 
 def _level(least: float, greatest: float, share: Tensor) -> Tensor:
     """Return levels of a range, evenly on a logarithmic scale, so that little noise counts as well; from 0 evenly."""
     return least * (greatest / least) ** share if least else greatest * share
-
-
-def with_noise(frames: Tensor, deviation: Tensor, drawn: Tensor) -> Tensor:
-    """Return frames `[b, T, h, w]` with noise of a deviation `[b]`, of what was drawn with deviation 1."""
-    return frames + deviation[:, None, None, None] * drawn
 
 
 class Noise(NamedTuple):
