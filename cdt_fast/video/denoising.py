@@ -6,7 +6,6 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import chain, groupby, islice
 from operator import itemgetter
 from pathlib import Path
@@ -38,7 +37,6 @@ _ENLARGED = 0.1
 _PIXELS_AT_ONCE = 2**24  # of the frames of a window, for which the layers take 2 GiB
 _CUT, _TIMES = 0.04, 2.0  # a cut changes the picture by so much of its range, and so many times the changes beside it
 _LONGER = 1.5  # windows than in training: .13 dB better, and fewer of them; twice as long they lose where much moves
-_halved = partial(avg_pool2d, kernel_size=2, ceil_mode=True)
 
 
 @dataclass
@@ -127,7 +125,7 @@ class Denoising:
     def _color(self, plane: Tensor, copies: float) -> Tensor:
         """Denoise a difference of colors `[1, T, h, w]`: at half its size where a file has no more, as most.
         Few grids cost .02 dB of the whole frame."""
-        half = _halved(plane)
+        half = avg_pool2d(plane, 2, ceil_mode=True)
         whole = finest_noise(plane) > _ENLARGED * finest_noise(half)
         part = plane if whole else half
         found = estimated_noise(part)
