@@ -137,8 +137,6 @@ def draw(found: Comparison) -> Any:
         if " of " not in one.name
     ]
     figure, axes = grid(2, -(-(len(shown) + 1) // 2), 2.6, 3.1)
-    for axis in axes.flat:
-        axis.axis("off")
     for axis, (frame, words) in zip(axes.flat, [*shown, (found.clean, "clean\n")], strict=False):
         draw_frame(axis, frame[part], words)
     return figure

@@ -102,8 +102,6 @@ def draw_depths(runs: Sequence[EvaluatedRun]) -> Any:
     for row, run, one in zip(axes, runs, kept, strict=True):
         frames = [*one[1:], clean]
         names = ["noisy", *(f"depth {depth}" for depth in range(len(one) - 2)), "clean"]
-        for axis in row:
-            axis.axis("off")
         for axis, frame, name in zip(row, frames, names, strict=False):
             error = LEVELS * (frame - clean).square().mean().sqrt().item()
             draw_frame(axis, frame[part], f"{name}\n" + f"RMSE {error:.1f}" * (error > 0))
@@ -113,16 +111,18 @@ def draw_depths(runs: Sequence[EvaluatedRun]) -> Any:
 
 
 def grid(rows: int, columns: int, width: float, height: float) -> tuple[Any, Any]:
-    """Return a figure of so many axes, each of this size in inches."""
+    """Return a figure of so many axes without ticks, each of this size in inches."""
     size = {"figsize": (width * columns, height * rows), "layout": "constrained"}
-    return pyplot().subplots(rows, columns, squeeze=False, **size)
+    figure, axes = pyplot().subplots(rows, columns, squeeze=False, **size)
+    for axis in axes.flat:
+        axis.axis("off")
+    return figure, axes
 
 
 def draw_frame(axis: Any, frame: Tensor, words: str) -> None:
     """Draw a gray frame `[h, w]` in [0, 1] below words."""
     axis.imshow(frame.numpy(), cmap="gray", vmin=0, vmax=1)
     axis.set_title(words, fontsize="medium")
-    axis.axis("off")
 
 
 def detail(frame: Tensor, side: int) -> tuple[slice, slice]:
