@@ -38,15 +38,14 @@ class SequenceLosses(nn.Module):
 
 
 class SequenceWorkload:
-    """A sample is a text or a sequence, and counts with its targets; `data` are what the samples are from. A guess
-    chooses among `choices`; `lr` is for settings that name none."""
+    """A sample is a text or a sequence, and counts with its targets. A guess chooses among `choices`; `lr` is for
+    settings that name none."""
 
     def __init__(
         self,
         settings: SequenceSettings,
         network: Network,
         samples: Sequence[EncodedSamples],
-        data: Splits,
         description: str,
         *,
         choices: int,

@@ -47,7 +47,7 @@ def build(settings: TextSettings, data: Splits, device: torch.device) -> Sequenc
     description += "" if note is None else f"\n{note}"
     description += f"\n{seen:,} test texts are among the training texts too" if (seen := data.num_seen) else ""
     lr = 1e-3 if unrolled else 5e-5
-    return SequenceWorkload(settings, network, samples, data, description, choices=len(names), lr=lr)
+    return SequenceWorkload(settings, network, samples, description, choices=len(names), lr=lr)
 
 
 def evaluate(folder: RunFolder, settings: TextSettings, data: Splits) -> dict[str, Any]:
