@@ -3,7 +3,6 @@
 The implementations of a case differ in nothing but how they compute the losses of the depths.
 """
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -123,7 +122,7 @@ def training_step(
     found: list[Tensor] = []
 
     def compute(noisy: Tensor, clean: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        with torch.autocast(device.type, torch.bfloat16) if autocast else contextlib.nullcontext():
+        with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
             total, per_depth = losses(model, noisy, clean, weights)
         found[:] = [per_depth.detach()]
         return total, found[0]
@@ -162,11 +161,10 @@ def written_out_losses(model: DUST, noisy: Tensor, clean: Tensor, identity: bool
             # An untied model that reads with its own dictionary has read the depth before with another one.
             projection = reconstructions[-1] if before is dictionary else codes @ dictionary.mT
             codes = identity_step(codes, projection, noisy, dictionary, **options)
-            reconstructions.append(codes @ readout.mT)
+            read = codes @ readout.mT
         else:
-            layer = unrolled_layer_reference(codes, noisy, dictionary, **options, next_dictionary=readout)
-            codes = layer[0]
-            reconstructions.append(layer[1])
+            codes, read = unrolled_layer_reference(codes, noisy, dictionary, **options, next_dictionary=readout)
+        reconstructions.append(read)
     return layerwise_reconstruction_loss_reference(reconstructions, clean)
 
 
