@@ -198,10 +198,8 @@ def _add_setting(group: Any, section: str, values: Section, name: str) -> argpar
         text += {True: " (yes)", False: " (no)"}.get(default, "")
         return group.add_argument(option, dest=destination, action=argparse.BooleanOptionalAction, help=text)
     if default is not None:
-        text = (
-            text.partition(" (default:")[0]
-            + f" ({','.join(map(str, default)) if isinstance(default, list) else default})"
-        )
+        shown = ",".join(map(str, default)) if isinstance(default, list) else default
+        text = f"{text.partition(' (default:')[0]} ({shown})"
     parts = typing.get_args(field.annotation)
     literals = [part for part in (field.annotation, *parts) if typing.get_origin(part) is typing.Literal]
     choices = [str(choice) for literal in literals for choice in typing.get_args(literal)]

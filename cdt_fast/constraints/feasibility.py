@@ -102,11 +102,10 @@ def judge(
     ratio: list[float] = (losses[1:] / losses[:-1]).tolist()
     # NaN is worse than any number.
     worst, kind, layer = max(entries, key=lambda one: (math.isnan(one[0]), one[0]), default=(None, "descent", None))
+    layers = zip(depths[1:], chained[1:], ratio, rates or [math.nan] * len(ratio), strict=True)
     caveats = [
         f"layer {depth} multiplies the loss by {value:.5g} (its rate allows {1 - rate:.5g})"
-        for depth, chain, value, rate in zip(
-            depths[1:], chained[1:], ratio, rates or [math.nan] * len(ratio), strict=True
-        )
+        for depth, chain, value, rate in layers
         if feasible and not chain and value > 1 - rate
     ]
     return FeasibilityReport(

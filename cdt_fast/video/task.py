@@ -68,9 +68,8 @@ class VideoWorkload:
         self.training_samples = len(data.train)
         new, chosen = settings.crops and shipped_network(settings) is None, settings.training.lr
         self.lr: float = (1e-2 if new else 1e-3) if chosen is None else chosen
-        self.description = (
-            data.description + f"\nstarts from {'cosines' if new else 'the network of the package'}" * settings.crops
-        )
+        start = f"\nstarts from {'cosines' if new else 'the network of the package'}"
+        self.description = data.description + start * settings.crops
         self._noise = torch.Generator(device)  # seeded anew for every window
 
     def losses(self, autocast: torch.dtype | None) -> nn.Module:
