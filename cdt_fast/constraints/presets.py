@@ -60,17 +60,13 @@ class PaperRow(NamedTuple):
     pretrained: str  # the setting of [model] that has to name a pretrained network, or ""
 
 
-def _read_rows() -> dict[str, PaperRow]:
-    rows = tomllib.loads(Path(__file__).with_name("paper.toml").read_text("utf-8"))
-    shared = rows.pop("shared")["constraints"]
-    switched_on = {"constraints": {"constrained": True, "warmup_epochs": 1}}
-    return {
-        name: PaperRow(row["task"], shared | row["constraints"], row["settings"] | switched_on, row.get("needs", ""))
-        for name, row in rows.items()
-    }
-
-
-PAPER_ROWS = _read_rows()
+_ROWS = tomllib.loads(Path(__file__).with_name("paper.toml").read_text("utf-8"))
+_SHARED = _ROWS.pop("shared")["constraints"]
+_SWITCHED_ON = {"constraints": {"constrained": True, "warmup_epochs": 1}}
+PAPER_ROWS = {
+    name: PaperRow(row["task"], _SHARED | row["constraints"], row["settings"] | _SWITCHED_ON, row.get("needs", ""))
+    for name, row in _ROWS.items()
+}
 # What differs from the defaults. "video", "text" and "lm" are what `cdt-fast train` starts from.
 PRESETS: dict[str, Mapping[str, Any]] = {
     # Of a denoiser all depths are wanted.
