@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
@@ -81,8 +80,7 @@ class Evaluation(Part):
 
 
 def per_sample_statistics(losses: Tensor) -> dict[str, Any]:
-    """Return the `PerSample` of losses `[L+1, samples]`, depth 0 first; a ratio to a loss of zero is left out."""
-    losses = losses.to(torch.float64)
+    """Return the `PerSample` of losses, float64 `[L+1, samples]`, depth 0 first, without ratios to a loss of zero."""
     ratios = (losses[1:] / losses[:-1]).flatten().cpu()
     ratios = ratios[ratios.isfinite()]
     if len(ratios) == 0:
