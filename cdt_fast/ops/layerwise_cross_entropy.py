@@ -745,25 +745,6 @@ def _empty_gradients(hidden: Sequence[Tensor], weight: Tensor, options: _Options
     return found + [weight.new_empty(shape, dtype=dtype) for shape in shapes]
 
 
-def _scale(
-    factors: Tensor,  # [depths]; all the same if the head has gradients
-    gradients: list[Tensor],  # that a fused forward has found: of the hidden states that need one, and of the head
-    off: list[bool],  # the depths whose factor is known to be zero
-    needs_hidden: list[bool],
-    dtype_of_head: torch.dtype,
-) -> list[Tensor]:
-    """Multiply the gradients by the factors, out of place, so that a second backward finds them as they were."""
-    places = [(depth, None) for depth, need in enumerate(needs_hidden) if need] + 2 * [(0, dtype_of_head)]
-    found: list[Tensor] = []
-    for gradient, (depth, dtype) in zip(gradients, places, strict=False):
-        found.append(torch.empty_like(gradient, dtype=dtype))
-        if off[depth]:  # also if the gradient is NaN
-            found[-1].zero_()
-        else:  # with a dimension the factor takes part in the promotion: the products are rounded once
-            torch.mul(gradient, factors[depth : depth + 1], out=found[-1])
-    return found
-
-
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     hidden, weight, bias, targets, class_weights, depth_weights, *flat = inputs
     _, per_depth, factor, found = output
@@ -787,16 +768,25 @@ def _backward(ctx: Any, grad_total: Tensor | None, grad_per_depth: Tensor | None
         factors = factors * weights.to(factors)
     plain = common.is_plain_eager(factors, *saved)
     needs = [*options.needs_hidden, options.needs_weight, options.needs_bias]
+    found: list[Tensor] = []
     if options.fused:
-        off = common.zero_weight_mask(factors) if plain else [False] * depths
-        found = _scale(factors, saved, off, options.needs_hidden, ctx.weight_dtype)
-    else:
+        off = common.zero_weight_mask(factors) if plain else [False] * depths  # whose factor is known to be zero
+        places = [(depth, None) for depth, need in enumerate(options.needs_hidden) if need]
+        places += 2 * [(0, ctx.weight_dtype)]  # if the head has gradients, all factors are the same
+        for gradient, (depth, dtype) in zip(saved, places, strict=False):
+            # Out of place, so that a second backward finds them as they were.
+            found.append(torch.empty_like(gradient, dtype=dtype))
+            if off[depth]:  # also if the gradient is NaN
+                found[-1].zero_()
+            else:  # with a dimension the factor takes part in the promotion: the products are rounded once
+                torch.mul(gradient, factors[depth : depth + 1], out=found[-1])
+    elif any(needs):
         weight, bias, class_weights, *saved = saved
         targets, saved = saved[: ctx.own_targets], saved[ctx.own_targets :]
         hidden, kept = saved[:depths], saved[depths] if options.keeps else None
         differentiate = _gradients if plain else _gradients_operator
         tensors = factors, kept, hidden, weight, bias, targets, class_weights
-        found = differentiate(*tensors, *options) if any(needs) else []
+        found = differentiate(*tensors, *options)
     *of_hidden, of_weight, of_bias = operators.scatter(found, needs)
     of_weights = (grad_total * per_depth).to(weights) if ctx.needs_input_grad[5] and grad_total is not None else None
     return of_hidden, of_weight, of_bias, [None] * ctx.own_targets, None, of_weights
