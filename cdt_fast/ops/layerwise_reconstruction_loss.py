@@ -105,7 +105,7 @@ def _gradients(
     backend: str,
     needs: list[bool],
 ) -> list[Tensor | None]:
-    """Return the gradients of the depths, and last of the target."""
+    """Return the gradients `f_l (x̂_l − s)` of the depths, and last that of the target, minus their sum."""
     factors = 2.0 * grad
     if reduction == "mean":
         factors /= _tokens(target, padding)
@@ -113,9 +113,32 @@ def _gradients(
         with common.or_plain_torch("layerwise_reconstruction_loss", target) as kernels:
             blocks = common.blocks_for(kernels.BLOCKS, target, multiplies=False)
             return kernels.backward(reconstructions, target, padding, factors.float(), needs, blocks)
+    *needs, needs_target = needs
+    # The sum over the depths in one place, rounded once to the dtype of the target.
+    wide = _widest([*reconstructions, target])
+    total = torch.zeros_like(target, dtype=wide, memory_format=torch.contiguous_format) if needs_target else None
+    rows_of_total = None if total is None else common.rows_of(total)
+    gradients: list[Tensor | None] = []
+    work: list[tuple[Tensor, Tensor, Tensor | None]] = []
     zeros = common.zero_weight_mask(factors)
-    known = [None if zero else factor for factor, zero in zip(factors.unbind(), zeros, strict=True)]
-    return _gradients_in_torch(reconstructions, target, padding, known, needs)
+    for depth, factor, zero, needed in zip(reconstructions, factors.unbind(), zeros, needs, strict=True):
+        make = torch.zeros_like if zero else torch.empty_like
+        gradient = make(depth, memory_format=torch.contiguous_format) if needed else None
+        gradients.append(gradient)
+        if not zero and (needed or needs_target):
+            # torch's gradient of a square has the 2 that is in the factors already.
+            work.append((common.rows_of(depth), factor * 0.5, None if gradient is None else common.rows_of(gradient)))
+    for rows, hidden, goal, block in _blocks(target, padding, _widest(reconstructions)):
+        for depth, half, output in work:
+            into = block if output is None or output.dtype != block.dtype else output[rows]
+            torch.ops.aten.mse_loss_backward.grad_input(half, _cast(depth[rows], into), goal, _SUM, grad_input=into)
+            if hidden is not None:
+                into.masked_fill_(hidden, 0.0)
+            if rows_of_total is not None:
+                rows_of_total[rows] -= into
+            if output is not None and into is block:
+                output[rows] = block
+    return [*gradients, None if total is None else total.to(target.dtype)]
 
 
 def _tokens(target: Tensor, padding: Tensor | None) -> Tensor | int:
@@ -146,39 +169,6 @@ def squared_errors(reconstructions: Sequence[Tensor], target: Tensor, padding: T
                 block.masked_fill_(hidden, 0.0)
             own.append(block.sum())
     return torch.stack([torch.stack(some).sum() for some in sums])
-
-
-def _gradients_in_torch(
-    depths: list[Tensor], target: Tensor, padding: Tensor | None, factors: list[Tensor | None], needs: list[bool]
-) -> list[Tensor | None]:
-    """Return `f_l (x̂_l − s)` of the depths that are needed and, if it is, the gradient of the target: minus their sum.
-    A factor f_l is None if it is known to be zero."""
-    *needs, needs_target = needs
-    # The sum over the depths in one place, rounded once to the dtype of the target.
-    wide = _widest([*depths, target])
-    total = torch.zeros_like(target, dtype=wide, memory_format=torch.contiguous_format) if needs_target else None
-    rows_of_total = None if total is None else common.rows_of(total)
-    gradients: list[Tensor | None] = []
-    work: list[tuple[Tensor, Tensor, Tensor | None]] = []
-    for depth, factor, needed in zip(depths, factors, needs, strict=True):
-        make = torch.zeros_like if factor is None else torch.empty_like
-        gradient = make(depth, memory_format=torch.contiguous_format) if needed else None
-        gradients.append(gradient)
-        if factor is not None and (needed or needs_target):
-            # torch's gradient of a square has the 2 that is in the factors already.
-            work.append((common.rows_of(depth), factor * 0.5, None if gradient is None else common.rows_of(gradient)))
-
-    for rows, hidden, goal, block in _blocks(target, padding, _widest(depths)):
-        for depth, half, output in work:
-            into = block if output is None or output.dtype != block.dtype else output[rows]
-            torch.ops.aten.mse_loss_backward.grad_input(half, _cast(depth[rows], into), goal, _SUM, grad_input=into)
-            if hidden is not None:
-                into.masked_fill_(hidden, 0.0)
-            if rows_of_total is not None:
-                rows_of_total[rows] -= into
-            if output is not None and into is block:
-                output[rows] = block
-    return [*gradients, None if total is None else total.to(target.dtype)]
 
 
 def _blocks(
