@@ -154,19 +154,60 @@ def _gradients(
     needs: list[bool],
 ) -> list[Tensor | None]:
     """Return the gradients of z and of the values; without values all of it is in that of z."""
+    needs_z, needs_values = needs
     if log_sum_exp.numel() and backend == "triton":
         with common.or_plain_torch("symmetric_attention", z) as kernels:
             blocks = _blocks(kernels.BACKWARD_BLOCKS, kernels.SHORT, z, values, energy)
             tensors = grad_output, z, values, lengths, output, log_sum_exp, kept if kept.dim() > 1 else None
-            needs_z, needs_values = needs
             return list(kernels.backward(*tensors, scale, energy, needs_z, needs_values, blocks))
     if log_sum_exp.numel():  # the forward was a kernel's, which keeps something else
         kept = z.new_empty(0, dtype=_dtype_of_attention(z, energy))
     padding = common.padding_mask(lengths, z)
     grad_output, z = common.without_padding(grad_output, padding), common.without_padding(z, padding)
-    values = None if values is None else common.without_padding(values, padding)
-    gradients = _gradients_in_torch(grad_output, z, values, padding, output, kept, scale, energy, *needs)
-    return [None if each is None else common.clear_padding_(each, padding) for each in gradients]
+    dtype, tied = kept.dtype, values is None
+    values = z if values is None else common.without_padding(values, padding)
+    # A panel at a time `dZ_r += β dS_r z`, `dZ += β dS_rᵀ z_r`, `dV += A_rᵀ dO_r`: five products with the scores, where
+    # the first two are one.
+    # Sums over the panels of a sequence in at least float32; where a panel holds whole sequences there is no sum.
+    whole = all(rows.stop >= z.shape[1] for _, rows in _panels(z, dtype))
+    sums = z.dtype if whole else torch.promote_types(z.dtype, torch.float32)
+    make = torch.empty_like if whole else torch.zeros_like
+    grad_z = make(z, dtype=sums, memory_format=torch.contiguous_format) if needs_z else None
+    grad_values = None
+    if needs_values and not tied:
+        grad_values = make(values, dtype=sums, memory_format=torch.contiguous_format)
+    # `bmm` and not `@`, which would copy a transposed factor in 16 bits first: at four times the cost of the product.
+    for batch, rows in _panels(z, dtype):
+        here, upstream = z[batch], _panel(grad_output, batch, rows)
+        if kept.dim() > 1:
+            weights = _panel(kept, batch, rows)
+        else:
+            masked = None if padding is None else padding[batch]
+            weights = attention_matrix(here, scale, masked, rows=rows, energy=energy)
+        mixed = weights.to(values.dtype).mT
+        if grad_z is not None:
+            grad_weights = grad_of_attention(upstream, values[batch], _panel(output, batch, rows), dtype)
+            grad_scores = softmax_backward_(grad_weights, weights)
+            of_here = grad_z[batch]
+            if whole:
+                grad_of_both_factors(grad_scores, here, scale, out=of_here)
+                if tied:
+                    of_here.baddbmm_(mixed, upstream)
+            else:
+                narrow = grad_scores.to(z.dtype)
+                grad_z[batch, rows].add_(torch.bmm(narrow, here), alpha=scale)
+                of_here.add_(torch.bmm(narrow.mT, here[:, rows]), alpha=scale)
+                if tied:
+                    of_here += torch.bmm(mixed, upstream)
+            if energy:
+                of_here -= (scale * grad_scores.sum(-2).unsqueeze(-1) * here).to(sums)
+        if grad_values is not None:
+            if whole:
+                torch.bmm(mixed, upstream, out=grad_values[batch])
+            else:
+                grad_values[batch] += torch.bmm(mixed, upstream)
+    found = grad_z, grad_values
+    return [None if each is None else common.clear_padding_(each.to(z.dtype), padding) for each in found]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -253,63 +294,6 @@ def _memory_to_keep(z: Tensor, values: Tensor | None, keeps: bool, energy: bool)
     of_tokens = z.shape[0] * z.shape[1] * (z.shape[-1] + (z if values is None else values).shape[-1]) * z.element_size()
     fits = math.prod(shape) * dtype.itemsize <= max(KEPT_BYTES, of_tokens)
     return z.new_empty(shape if keeps and z.device.type == "cpu" and fits else (0,), dtype=dtype)
-
-
-def _gradients_in_torch(
-    grad_output: Tensor,
-    z: Tensor,
-    values: Tensor | None,
-    padding: Tensor | None,
-    output: Tensor,
-    kept: Tensor,
-    scale: float,
-    energy: bool,
-    needs_z: bool,
-    needs_values: bool,
-) -> list[Tensor | None]:
-    """Sum a panel at a time `dZ_r += β dS_r z`, `dZ += β dS_rᵀ z_r`, `dV += A_rᵀ dO_r`: five products with the scores,
-    where the first two are one."""
-    dtype, tied = kept.dtype, values is None
-    values = z if values is None else values
-    # Sums over the panels of a sequence in at least float32; where a panel holds whole sequences there is no sum.
-    whole = all(rows.stop >= z.shape[1] for _, rows in _panels(z, dtype))
-    sums = z.dtype if whole else torch.promote_types(z.dtype, torch.float32)
-    make = torch.empty_like if whole else torch.zeros_like
-    grad_z = make(z, dtype=sums, memory_format=torch.contiguous_format) if needs_z else None
-    grad_values = None
-    if needs_values and not tied:
-        grad_values = make(values, dtype=sums, memory_format=torch.contiguous_format)
-    # `bmm` and not `@`, which would copy a transposed factor in 16 bits first: at four times the cost of the product.
-    for batch, rows in _panels(z, dtype):
-        here, upstream = z[batch], _panel(grad_output, batch, rows)
-        if kept.dim() > 1:
-            weights = _panel(kept, batch, rows)
-        else:
-            masked = None if padding is None else padding[batch]
-            weights = attention_matrix(here, scale, masked, rows=rows, energy=energy)
-        mixed = weights.to(values.dtype).mT
-        if grad_z is not None:
-            grad_weights = grad_of_attention(upstream, values[batch], _panel(output, batch, rows), dtype)
-            grad_scores = softmax_backward_(grad_weights, weights)
-            of_here = grad_z[batch]
-            if whole:
-                grad_of_both_factors(grad_scores, here, scale, out=of_here)
-                if tied:
-                    of_here.baddbmm_(mixed, upstream)
-            else:
-                narrow = grad_scores.to(z.dtype)
-                grad_z[batch, rows].add_(torch.bmm(narrow, here), alpha=scale)
-                of_here.add_(torch.bmm(narrow.mT, here[:, rows]), alpha=scale)
-                if tied:
-                    of_here += torch.bmm(mixed, upstream)
-            if energy:
-                of_here -= (scale * grad_scores.sum(-2).unsqueeze(-1) * here).to(sums)
-        if grad_values is not None:
-            if whole:
-                torch.bmm(mixed, upstream, out=grad_values[batch])
-            else:
-                grad_values[batch] += torch.bmm(mixed, upstream)
-    return [None if each is None else each.to(z.dtype) for each in (grad_z, grad_values)]
 
 
 def attention_matrix(
