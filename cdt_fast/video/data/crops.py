@@ -104,22 +104,17 @@ def augmented(frames: Tensor, other: Callable[[np.random.Generator], Tensor], si
     else:
         top, left = (int(draw.integers(0, length - size + 1)) for length in frames.shape[1:])
         frames = frames[:, top : top + size, left : left + size].clone()
-    if draw.integers(0, 2):
-        _paste(frames, moving_leaves(len(frames), size, draw) if generated else other(draw), draw)
+    if draw.integers(0, 2):  # a rectangle of it moves across at a steady speed
+        across = moving_leaves(len(frames), size, draw) if generated else other(draw)
+        height, width = (int(draw.integers(max(1, size // 8), max(2, 2 * size // 3))) for _ in range(2))
+        speeds = draw.uniform(-_SPEED, _SPEED, 2)
+        middle = draw.uniform(0, size, 2)
+        for number, (frame, shown) in enumerate(zip(frames, across, strict=True)):
+            top, left = (round(place) for place in (middle + speeds * (number - len(frames) / 2)).tolist())
+            paste(frame, shown[:height, :width], top, left)
     backwards, upside_down, turned = (bool(draw.integers(0, 2)) for _ in range(3))
     frames = frames.flip([axis for axis, flipped in enumerate((backwards, upside_down)) if flipped])
     return frames.mT if turned else frames
-
-
-def _paste(frames: Tensor, other: Tensor, draw: np.random.Generator) -> None:
-    """Move a rectangle of `other` across `frames` at a steady speed of up to `_SPEED` pixels a frame, in place."""
-    size = frames.shape[-1]
-    height, width = (int(draw.integers(max(1, size // 8), max(2, 2 * size // 3))) for _ in range(2))
-    speeds = draw.uniform(-_SPEED, _SPEED, 2)
-    middle = draw.uniform(0, size, 2)
-    for number, (frame, shown) in enumerate(zip(frames, other, strict=True)):
-        top, left = (round(place) for place in (middle + speeds * (number - len(frames) / 2)).tolist())
-        paste(frame, shown[:height, :width], top, left)
 
 
 def luma(frame: np.ndarray) -> np.ndarray:
