@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cdt_fast.bench.results_file import read
-from cdt_fast.bench.suites import SUITES
+from cdt_fast.bench.suites import NAMES
 from cdt_fast.files import replaced_atomically, write_text
 from cdt_fast.tables import as_markdown
 
@@ -79,7 +79,7 @@ def untimed(cases: Sequence[Case]) -> list[tuple[str, str]]:
 def document(results: Mapping[str, Mapping[str, Any]], links: str = "") -> str:
     """The text of the document from the contents of the results files by name; `links` leads to their folder."""
     lines = [INTRODUCTION]
-    for name, file in sorted(results.items(), key=lambda item: ([*SUITES].index(item[1]["suite"]), item[1]["name"])):
+    for name, file in sorted(results.items(), key=lambda item: (NAMES.index(item[1]["suite"]), item[1]["name"])):
         title, cases = f"{file['suite']} on {file['name']}", file["cases"]
         lines += [f"## {title}", "", f"{_setting(file)}: [every round]({links}{name}).", ""]
         notes = list(dict.fromkeys(case["note"] for case in cases if case["note"]))

@@ -3,6 +3,7 @@
 import argparse
 import datetime
 import gc
+import importlib
 import os
 import shlex
 import sys
@@ -14,11 +15,13 @@ import torch
 from cdt_fast.bench import results_file
 from cdt_fast.bench.document import line_of, table_of, untimed
 from cdt_fast.bench.measure import measure
-from cdt_fast.bench.suites import SUITES
+from cdt_fast.bench.suites import NAMES
 from cdt_fast.checks import InputError, check_integer
 from cdt_fast.files import write_json
 from cdt_fast.tables import as_text
 from cdt_fast.training.execution import disable_malloc_trim
+
+SUITES = {name: importlib.import_module(f"cdt_fast.bench.suites.{name}").cases for name in NAMES}
 
 
 def run_command(options: argparse.Namespace) -> int:

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import cdt_fast
 from cdt_fast import experiments
-from cdt_fast.bench.suites import SIZES, SUITES
+from cdt_fast.bench import suites
 from cdt_fast.cli import commands
 from cdt_fast.constraints.presets import PAPER_ROWS, PRESETS
 from cdt_fast.tasks import TASKS, TaskEntry
@@ -120,10 +120,10 @@ def build_parser() -> Parser:
 
     text = "measure ops and training steps against other ways to do the same"
     add = _command(shown, "bench", commands.bench, text, "bench --suite step ops --repeats 9").add_argument
-    add("--suite", nargs="+", choices=SUITES, metavar="NAME", help=f"{', '.join(SUITES)} (all)")
+    add("--suite", nargs="+", choices=suites.NAMES, metavar="NAME", help=f"{', '.join(suites.NAMES)} (all)")
     add("--case", metavar="TEXT", help="only the cases whose name contains this (all)")
     add("--device", choices=("cpu", "cuda"), help="where to measure (cuda where there is a GPU)")
-    add("--size", choices=SIZES, help="shapes of the cases: toy, or for a CPU or GPU (the device's)")
+    add("--size", choices=suites.SIZES, help="shapes of the cases: toy, or for a CPU or GPU (the device's)")
     add("--repeats", type=int, metavar="N", help="timed rounds of a case (5 to 25, some 8 seconds)")
     add("--quick", action="store_true", help="a few cases in about two minutes, and one table")
     text = "folder of the results files; a run adds to them (benchmarks; with --quick none)"

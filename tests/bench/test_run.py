@@ -16,7 +16,7 @@ from cdt_fast.bench import document as documents
 from cdt_fast.bench.case import Implementation, Step
 from cdt_fast.bench.measure import measure
 from cdt_fast.bench.results_file import add, describe, open_file, read
-from cdt_fast.bench.suites import SUITES
+from cdt_fast.bench.run import SUITES
 from cdt_fast.checks import InputError
 from cdt_fast.files import write_json
 from tests.bench.bench_cases import case_of, fails, steady, unavailable

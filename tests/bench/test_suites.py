@@ -14,7 +14,8 @@ from torch import Tensor
 
 from cdt_fast.bench.case import Case, Step, Unavailable
 from cdt_fast.bench.measure import disagreement
-from cdt_fast.bench.suites import SUITES, attention, cross_entropy, ops, support
+from cdt_fast.bench.run import SUITES
+from cdt_fast.bench.suites import attention, cross_entropy, ops, support
 from cdt_fast.bench.suites.step import Work
 
 CPU = torch.device("cpu")

@@ -104,12 +104,12 @@ def augmented(frames: Tensor, other: Callable[[np.random.Generator], Tensor], si
     else:
         top, left = (int(draw.integers(0, length - size + 1)) for length in frames.shape[1:])
         frames = frames[:, top : top + size, left : left + size].clone()
-    if draw.integers(0, 2):  # a rectangle of it moves across at a steady speed
-        across = moving_leaves(len(frames), size, draw) if generated else other(draw)
+    if draw.integers(0, 2):  # a rectangle of other frames moves across at a steady speed
+        others = moving_leaves(len(frames), size, draw) if generated else other(draw)
         height, width = (int(draw.integers(max(1, size // 8), max(2, 2 * size // 3))) for _ in range(2))
         speeds = draw.uniform(-_SPEED, _SPEED, 2)
         middle = draw.uniform(0, size, 2)
-        for number, (frame, shown) in enumerate(zip(frames, across, strict=True)):
+        for number, (frame, shown) in enumerate(zip(frames, others, strict=True)):
             top, left = (round(place) for place in (middle + speeds * (number - len(frames) / 2)).tolist())
             paste(frame, shown[:height, :width], top, left)
     backwards, upside_down, turned = (bool(draw.integers(0, 2)) for _ in range(3))
