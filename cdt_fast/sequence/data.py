@@ -92,16 +92,18 @@ class TextData:
         texts, labels, pair = (column and [column[index] for index in indices] for column in columns)
         return replace(self, texts=texts, labels=labels, text_pair=pair)
 
-    def with_names(self, names: Sequence[str]) -> Self:
-        """Return the same texts with classes numbered in the order of `names`, such as a checkpoint's; a class that is
-        not among them as it is written is the one that differs from it in case alone."""
+    def with_names(self, names: Sequence[str], source: Path | None = None) -> Self:
+        """Return the same texts, of the file `source`, with classes numbered in the order of `names`, such as a
+        checkpoint's; a class that is not among them as it is written is the one that differs in case alone."""
         exact = {_composed(name): number for number, name in enumerate(names)}
         renumbered = []
         for name in map(_composed, self.names):
             alike = [name] if name in exact else [other for other in exact if other.casefold() == name.casefold()]
             if len(alike) != 1:
                 known = ", ".join(map(repr, names))
-                raise InputError(f"the label {shown(name)} is not among those of the training or the model: {known}")
+                where = "" if source is None else f"{source}: "
+                wrong = f"the label {shown(name)} is not among those of the training or the model: {known}"
+                raise InputError(where + wrong)
             renumbered.append(exact[alike[0]])
         return replace(self, names=list(names), labels=[renumbered[label] for label in self.labels])
 
@@ -140,16 +142,17 @@ def load_instructions(settings: LanguageSettings) -> Splits:
     shares = _share("validation", data.validation), _share("test", data.test)
     every = []
     for place, row in read_rows(source):
-        row = {**row, "input": "" if row.get("input") is None else row["input"]}
-        every.append(Instruction(*(_text((place, row), name) for name in Instruction._fields)))
+        context = "" if row.get("input") is None else _text((place, row), "input")
+        every.append(Instruction(_text((place, row), "instruction"), context, _text((place, row), "output")))
         if not every[-1].instruction.strip():
             raise InputError(f"{place}: 'instruction' is empty")
-    instructions = _shuffled([entry for entry in every if entry.output.strip()], _SPLIT_SEED)
+    instructions = [entry for entry in every if entry.output.strip()]
     if not instructions:
         raise InputError(f"{source}: holds no instruction with an answer")
-    first, more = (max(1, round(share * len(instructions))) for share in shares)
     kinds = [(entry.instruction.strip(), entry.input.strip()) for entry in instructions]
-    parts = _divided(range(len(kinds)), kinds, Counter(kinds), (first, more), {})
+    first, more = (max(1, round(share * len(set(kinds)))) for share in shares)
+    order = _shuffled(range(len(kinds)), _SPLIT_SEED)
+    parts = _divided(order, kinds, (first, more), max(shares) * len(kinds), {})
     if not all(parts):
         held_out = f"{first:,} for --validation and {more:,} for --test leave none to train on"
         held_out += f", as they are of {len(set(kinds)):,} kinds" * (len(set(kinds)) < len(kinds))
@@ -238,7 +241,11 @@ def read_table(path: Path, settings: TextDataSettings) -> TextData:
     named = settings.text_column, settings.label_column, settings.second_column
     if not any(named) and all(column in rows[0][1] for column in _NLI_COLUMNS):
         return _labeled(path, rows, _NLI_COLUMNS).with_names(NLI_LABELS)
-    return _labeled(path, rows, (named[0] or "text", named[1] or "label", named[2]))
+    text, label, second = columns = named[0] or "text", named[1] or "label", named[2]
+    if text == label or second in (text, label):
+        found = ", ".join(map(repr, filter(None, columns)))
+        raise InputError(f"{path}: --text-column, --label-column and --second-column must differ, got {found}")
+    return _labeled(path, rows, columns)
 
 
 def read_imdb(folder: Path) -> TextData:
@@ -279,22 +286,21 @@ def _labeled(source: Path, rows: Iterable[Row], columns: tuple[str, str, str | N
 
 
 def split_text(data: TextData, validation: float = 0.1, test: float = 0.1, *, seed: int = 0) -> Splits:
-    """Divide texts so that every part has the classes in the same proportions, and `validation` and `test` at least one
-    text of each, unless their fractions are 0, in an order drawn by `seed`. Equal texts come to one part."""
+    """Divide texts so that every part has its share of the different texts of each class, and `validation` and `test`
+    at least one, unless their fractions are 0, in an order drawn by `seed`. Equal texts come to one part."""
     fractions = validation, test
     if sum(fractions) >= 1:
         raise InputError(f"validation and test must leave a share for training, got {validation} and {test}")
     generator = random.Random(seed)
     parts: list[list[int]] = [[], [], []]
     kinds, places = data.kinds, dict[Any, int]()
-    copies = Counter(kinds)
     for number, name in enumerate(data.names):
         members = [index for index, label in enumerate(data.labels) if label == number]
         generator.shuffle(members)
-        first, more = (max(1, round(fraction * len(members))) if fraction and members else 0 for fraction in fractions)
-        chosen = _divided(members, kinds, copies, (first, more), places)
+        count, different = len(members), len({kinds[index] for index in members})
+        first, more = (max(1, round(fraction * different)) if fraction and members else 0 for fraction in fractions)
+        chosen = _divided(members, kinds, (first, more), max(fractions) * count, places)
         if members and not chosen[0]:
-            count, different = len(members), len({kinds[index] for index in members})
             copied = f" of {different} kind(s)" * (different < count)
             raise InputError(
                 f"class {name!r} has {count} text(s){copied}, and needs {first + more + 1}: --validation "
@@ -307,23 +313,20 @@ def split_text(data: TextData, validation: float = 0.1, test: float = 0.1, *, se
 
 
 def _divided(
-    members: Iterable[int],
-    kinds: Sequence[Any],
-    copies: Mapping[Any, int],
-    sizes: Sequence[int],
-    places: dict[Any, int],
+    members: Sequence[int], kinds: Sequence[Any], sizes: tuple[int, int], most: float, places: dict[Any, int]
 ) -> list[list[int]]:
-    """Return the members for training, validation and test, in their order, at least so many of the last two, with all
-    copies of a kind in one part, which `places` holds or is given."""
-    parts: list[list[int]] = [[], [], []]
-    left = [0, *sizes]
-    for index in members:
-        kind = kinds[index]
-        if kind not in places:
-            places[kind] = next((part for part in (1, 2) if left[part] > 0), 0)
-            left[places[kind]] -= copies[kind]
-        parts[places[kind]].append(index)
-    return parts
+    """Return the members for training, validation and test, in their order, of so many kinds the last two, with all
+    copies of a kind in one part, which `places` holds or is given. Kinds of more than `most` copies are trained on
+    where there are others."""
+    copies = Counter(kinds[index] for index in members)
+    firsts = {kinds[index]: index for index in sorted(members, reverse=True)}
+    # By the place of its first copy in the files: many copies would otherwise make a kind likelier to be held out.
+    drawn = [kinds[index] for index in members if firsts[kinds[index]] == index and kinds[index] not in places]
+    drawn.sort(key=lambda kind: copies[kind] > most)
+    validation, test = sizes
+    for number, kind in enumerate(drawn):
+        places[kind] = 1 if number < validation else 2 if number < validation + test else 0
+    return [[index for index in members if places[kinds[index]] == part] for part in range(3)]
 
 
 def _parts_of(source: Path, data: TextDataSettings) -> list[Any]:
@@ -344,7 +347,7 @@ def _parts_of(source: Path, data: TextDataSettings) -> list[Any]:
         if not (parts or there):
             raise InputError(f"{source}: holds neither train.tsv (or .csv, .json, .jsonl) nor the folders of IMDb")
         part = read_table(there[0], data) if there else None
-        parts.append(part.with_names(parts[0].names) if part and parts and parts[0] else part)
+        parts.append(part.with_names(parts[0].names, there[0]) if part and parts and parts[0] else part)
     return parts
 
 

@@ -121,6 +121,14 @@ BROKEN: list[tuple[str, str | bytes, dict[str, Any], str]] = [
     ("a.csv", "text,kind\na,b\n", {}, r"a\.csv, line 2: no column 'label'; there are 'text', 'kind'; .*--label-column"),
     ("a.csv", "body,label\na,b\n", {}, r"no column 'text'; there are 'body', 'label'"),
     ("a.csv", "text,label\na,b\n", {"second_column": "other"}, r"no column 'other'"),
+    *(
+        ("a.csv", "text,label\na,b\n", options, rf"a\.csv: --text-column, .* must differ, got {found}$")
+        for options, found in (
+            ({"second_column": "text"}, "'text', 'label', 'text'"),
+            ({"second_column": "label"}, "'text', 'label', 'label'"),
+            ({"text_column": "label"}, "'label', 'label'"),
+        )
+    ),
     ("a.csv", "text,label\na,b\n<br />,c\n", {}, r"line 3: 'text' is empty"),
     ("a.csv", "text,label\na,b\na,\n", {}, r"line 3: 'label' is empty"),
     ("a.csv", "text,label\na,b,c\n", {}, r"3 fields, expected 2"),
@@ -229,6 +237,23 @@ def test_copies_of_a_text_are_in_one_part(task: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("task", ["text", "lm"])
+def test_copies_are_as_likely_in_any_part(task: str, tmp_path: Path) -> None:
+    texts = [f"copied {n % 160}" if n < 800 else f"single {n}" for n in range(2000)]
+    rows = [
+        {"text": text, "label": str(int(text.split()[1]) % 2), "instruction": text, "output": "yes"} for text in texts
+    ]
+    splits = load(task, write(tmp_path / "rows.json", json.dumps(rows)), validation=0.2, test=0.2)
+    parts = [part.texts if task == "text" else [entry.instruction for entry in part] for part in splits[:3]]
+    assert [len(part) for part in parts] == pytest.approx([1200, 400, 400], abs=60)
+    assert [sum("copied" in text for text in part) / len(part) for part in parts] == pytest.approx([0.4] * 3, abs=0.15)
+    # One that is more than a part is trained on; every part has another.
+    few = [{**rows[0], "text": text, "instruction": text} for text in ["one", "two", "three", *["n/a"] * 100]]
+    for number in range(4):
+        splits = load(task, write(tmp_path / "few.json", json.dumps(few[number:] + few[:number])))
+        assert [len(part) for part in splits[:3]] == [101, 1, 1]
+
+
+@pytest.mark.parametrize("task", ["text", "lm"])
 def test_a_share_that_leaves_a_part_empty_is_refused(task: str, tmp_path: Path) -> None:
     source = write_table(tmp_path / "a.tsv") if task == "text" else write_instructions(tmp_path / "a.json")
     for part in ("validation", "test"):
@@ -250,6 +275,9 @@ def test_the_share_of_a_part_that_a_file_holds_does_not_matter(tmp_path: Path) -
     assert len(splits.limited(None).test) == len(splits.limited(99).test) == 8
     with pytest.raises(InputError, match="--test must be a share"):
         load("text", tmp_path, validation=0.0, test=0.0)
+    write(tmp_path / "test.csv", "text,label\na,other\n")
+    with pytest.raises(InputError, match=r"test\.csv: the label 'other' is not among"):
+        load("text", tmp_path)
     rows = [f"text {number}\t{('neutral', 'entailment')[number % 2]}\tother" for number in range(40)]
     lines = ["sentence1\tgold_label\tsentence2", *rows, "text\t-\tother"]
     assert load("text", write(tmp_path / "MNLI" / "train.tsv", "\n".join(lines) + "\n")).num_dropped == 1
@@ -293,7 +321,7 @@ def test_only_null_is_no_input(tmp_path: Path, value: Any, kept: str) -> None:
     ("entry", "message"),
     [
         ({"input": "", "output": "x"}, r"entry 1: no column 'instruction'; there are 'input', 'output'"),
-        ({"instruction": "a"}, r"no column 'output'; there are 'instruction', 'input'$"),
+        ({"instruction": "a"}, r"no column 'output'; there are 'instruction'$"),
         ({"instruction": " ", "output": "x"}, r"'instruction' is empty"),
         ({"instruction": "a", "output": [3]}, r"'output' must be a text, got \[3\]"),
         ({"instruction": "a", "input": [], "output": "x"}, r"'input' must be a text, got \[\]"),
