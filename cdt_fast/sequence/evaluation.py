@@ -33,6 +33,7 @@ class SequenceEvaluation(Evaluation):
     layer_loss_margin: list[float] | None = None  # half of the 95 % interval of `layer_loss`
     answers: int  # that counted
     test_texts: int
+    guess_loss: float | None = None  # None: of a uniform guess
     seen_texts: int = 0  # of them, among those for training too
     test_digest: str
     classes: list[str] | None = None  # of labeled texts

@@ -40,7 +40,7 @@ def build(settings: LanguageSettings, data: Splits, device: torch.device) -> Seq
     }
     description = described(settings, data, "instructions", "without an answer")
     description += "".join(f"\n{text}: {count:,} of {given:,}" for text, count in counts.items() if count)
-    return SequenceWorkload(settings, network, samples, description, choices=network.vocabulary, lr=2e-5)
+    return SequenceWorkload(settings, network, samples, description, guess_loss=math.log(network.vocabulary), lr=2e-5)
 
 
 def evaluate(folder: RunFolder, settings: LanguageSettings, data: Splits) -> dict[str, Any]:

@@ -14,9 +14,10 @@ from cdt_fast.ops.common import Weights, explain
 from cdt_fast.sequence.data import Splits
 from cdt_fast.sequence.evaluation import draw_accuracy
 from cdt_fast.sequence.networks import Network, check_rows
-from cdt_fast.sequence.settings import SequenceSettings
+from cdt_fast.sequence.settings import UNROLLED, SequenceSettings
 from cdt_fast.sequence.tokenizers import EncodedSamples
 from cdt_fast.training.execution import to_device
+from cdt_fast.training.optimizer import build_constraints
 from cdt_fast.training.task import EvaluatedRun, Report, Table
 
 
@@ -38,8 +39,8 @@ class SequenceLosses(nn.Module):
 
 
 class SequenceWorkload:
-    """A sample is a text or a sequence, and counts with its targets. A guess chooses among `choices`; `lr` is for
-    settings that name none."""
+    """A sample is a text or a sequence, and counts with its targets. `lr` is for settings that name
+    none."""
 
     def __init__(
         self,
@@ -48,13 +49,13 @@ class SequenceWorkload:
         samples: Sequence[EncodedSamples],
         description: str,
         *,
-        choices: int,
+        guess_loss: float,
         lr: float,
     ) -> None:
         check_rows(network, samples, settings)
         training = settings.training
         self.network, self.model, self.num_constraints = network, network.model, network.layers
-        self.description, self.guess_loss = description, math.log(choices)
+        self.description, self.guess_loss = description, guess_loss
         self.train, self.validation, _ = samples
         self.training_samples = len(self.train)
         self.steps: int = training.steps or training.epochs * settings.steps_per_epoch(len(self.train))
@@ -102,6 +103,16 @@ def check(settings: SequenceSettings) -> None:
         if value is None:
             raise InputError(f"{name} is missing: `cdt-fast train {settings.task} --help` shows an example")
     settings.check_noise()
+    build_constraints(settings, _layers(settings))
+
+
+def _layers(settings: SequenceSettings) -> int:
+    """Return how many layers the settings speak of: a pretrained model is opened later."""
+    chosen, taps = settings.constraints, getattr(settings.model, "taps", None)
+    if settings.model.model == UNROLLED:
+        return settings.model.layers
+    rates = len(chosen.rate) if isinstance(chosen.rate, list) else max(1, *(chosen.bounds or [1]))
+    return max(1, len(taps) - 1) if taps else rates
 
 
 def described(settings: SequenceSettings, data: Splits, subject: str, dropped: str) -> str:
@@ -122,10 +133,10 @@ def reported(runs: Sequence[EvaluatedRun], tables: list[Table]) -> Report:
         f"its 95 % interval; area: that under accuracy over γ, by the trapezoid. Losses: cross-entropy in nats, at γ = "
         f"{values.training_gamma:g}.",
         # Losses of tokens of another vocabulary are not of one scale.
-        must_agree={"vocabulary": values.vocabulary, "test_digest": values.test_digest},
+        must_agree={name: getattr(values, name) for name in ("vocabulary", "answers", "test_digest")},
         measure=f"loss at γ {values.training_gamma:g}",
         depths=values.layer_loss,
-        references={f"a guess among {choices:,}": math.log(choices)},
+        references={f"a guess among {choices:,}": values.guess_loss or math.log(choices)},
         # A single text says nothing of chance.
         margins=values.layer_loss_margin or [math.inf] * len(values.layer_loss),
         tables=tables,

@@ -1,5 +1,7 @@
 """The task of classifying texts: an unrolled transformer or a pretrained encoder, whose every depth names a class."""
 
+import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -46,8 +48,8 @@ def build(settings: TextSettings, data: Splits, device: torch.device) -> Sequenc
     note = unknown_words(network.tokenizer, samples[1:], remedy)
     description += "" if note is None else f"\n{note}"
     description += f"\n{seen:,} test texts are among the training texts too" if (seen := data.num_seen) else ""
-    lr = 1e-3 if unrolled else 5e-5
-    return SequenceWorkload(settings, network, samples, description, choices=len(names), lr=lr)
+    lr, guess_loss = 1e-3 if unrolled else 5e-5, _guess_loss(data.train, data.train)
+    return SequenceWorkload(settings, network, samples, description, guess_loss=guess_loss, lr=lr)
 
 
 def evaluate(folder: RunFolder, settings: TextSettings, data: Splits) -> dict[str, Any]:
@@ -64,7 +66,8 @@ def evaluate(folder: RunFolder, settings: TextSettings, data: Splits) -> dict[st
     test = _encoded(data.test, names, tokenizer, settings)
     check_rows(network, (test,), settings)
     measured = measure(network, test, settings, BF16_ON_CPU)
-    return {**measured, "classes": names, "test_digest": digest(data.test), "seen_texts": data.num_seen}
+    own = {"classes": names, "guess_loss": _guess_loss(data.train, data.test)}
+    return {**measured, **own, "test_digest": digest(data.test), "seen_texts": data.num_seen}
 
 
 def report(runs: Sequence[EvaluatedRun]) -> Report:
@@ -78,6 +81,13 @@ def _encoded(part: TextData, names: Sequence[str], tokenizer: Any, settings: Tex
     if key not in part.encoded:
         part.encoded[key] = encoded_texts(part.with_names(names), tokenizer, longest)
     return part.encoded[key]
+
+
+def _guess_loss(train: TextData, part: TextData) -> float:
+    """Return the loss where the answer to every text is the shares of the classes in training, with one text of each
+    class more, as some may have none."""
+    counts = Counter([*train.labels, *range(len(train.names))])
+    return sum(math.log(counts.total() / counts[label]) for label in part.labels) / len(part)
 
 
 def _build_encoder(settings: TextModelSettings, names: list[str]) -> tuple[PretrainedNetwork, list[str]]:

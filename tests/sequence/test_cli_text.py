@@ -65,7 +65,9 @@ def test_train_evaluate_and_compare(
     assert call("evaluate", runs[0], "--limit", 1).status == 0
     assert "not better than a guess" in read_json(runs[0] / "evaluation.json")["verdict"]  # of one text
     assert call("evaluate", runs[0], "--limit", 2).status == 0
-    assert read_json(runs[0] / "evaluation.json")["test_texts"] == 2 < first["test_texts"]
+    limited = read_json(runs[0] / "evaluation.json")
+    assert limited["test_texts"] == 2 < first["test_texts"]
+    assert f"different data: answers is {first['answers']} and {limited['answers']}" in call("compare", *runs).line()
     answer = call("evaluate", runs[0])
     assert answer.status == 0
     assert read_json(runs[0] / "evaluation.json") == first

@@ -93,6 +93,40 @@ def test_a_reference_is_at_most_the_loss_of_a_guess(
     assert evaluation["violation"][1] == pytest.approx(evaluation["layer_loss"][1] - 0.9 * used)
 
 
+def test_a_guess_knows_the_shares_of_the_classes(tmp_path: Path) -> None:
+    rows = [(text, "pos" if number % 5 else "neg") for number, (text, _) in enumerate(reviews(200))]
+    (tmp_path / "reviews.tsv").write_text("\n".join("\t".join(row) for row in [("text", "label"), *rows]))
+    config = settings_for(tmp_path / "reviews.tsv", steps=40, test=0.4)
+    trainer = new_trainer(RunFolder.create(tmp_path / "run", config), config)
+    expected = -0.2 * math.log(0.2) - 0.8 * math.log(0.8)
+    assert trainer.constraints.options.reference == pytest.approx(expected, rel=0.01)
+    trainer.run(progress=False)
+    evaluation = evaluated(trainer.folder, config)
+    assert evaluation["guess_loss"] == pytest.approx(expected, rel=0.01)
+    assert evaluation["layer_loss"][-1] + evaluation["layer_loss_margin"][-1] < 0.69
+    assert "not better than a guess among 2" in evaluation["verdict"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rate": 2.0}, r"rate must be a number in \[0, 1\)"),
+        ({"rate": [0.5, 0.1, 0.1]}, "rate"),
+        ({"bounds": {9: 1.0}}, "bounds"),
+        ({"model": "bert", "slack_cost": 0.0}, "slack_cost"),
+        ({"model": "bert", "bounds": {9: -1.0}}, "bounds"),
+        ({"model": "bert", "rate": [0.5, 1.0]}, r"rate\[1\] must be .*\[0, 1\)"),
+        ({"model": "bert", "rate": [0.5, 0.1, 0.1, 0.1]}, "no such file or folder"),
+        ({"model": "bert", "bounds": {9: 1.0}}, "no such file or folder"),
+    ],
+)
+def test_wrong_constraints_are_refused_before_the_texts_are_read(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        text.load(settings_for(tmp_path / "none", **changes))
+
+
 @pytest.mark.parametrize(("reference", "used"), [(0.9, 0.9), (5.0, math.log(2))])
 def test_a_row_of_the_paper_keeps_its_own_reference(tmp_path: Path, reference: float, used: float) -> None:
     (tmp_path / "reviews.tsv").write_text("\n".join("\t".join(row) for row in [("text", "label"), *reviews(80)]))
@@ -199,7 +233,7 @@ LIMITS = [
     ("Bert", {}, {}, r"limited: cannot read rows of up to 33 tokens.* fewer positions, give a smaller --max-tokens"),
     ("Roberta", {"pad_token_id": 1}, {}, r"cannot read rows of up to 33 tokens.* \(InputError: .*out of range in self"),
     ("Bert", {"vocab_size": 9}, {}, r"ids up to \d+ .*its 9 word embeddings are not .* its tokenizer, another folder"),
-    ("Bert", {"type_vocab_size": 1}, {"second_column": "label"}, r"limited: cannot read rows of .* another folder"),
+    ("Bert", {"type_vocab_size": 1}, {"second_column": "second"}, r"limited: cannot read rows of .* another folder"),
 ]
 
 
@@ -211,8 +245,10 @@ def test_the_limits_of_an_encoder_are_told_before_training(
     config = getattr(transformers, f"{kind}Config")(**{"pad_token_id": 0, **sizes, **changes})
     getattr(transformers, f"{kind}Model")(config).save_pretrained(tmp_path / "limited")
     transformers.BertTokenizerFast(str(encoder / "vocab.txt")).save_pretrained(tmp_path / "limited")
-    write_table(tmp_path / "data" / "train.tsv")
-    if not options:  # a text of 31 words, and it is a test text
+    table = write_table(tmp_path / "data" / "train.tsv")
+    if options:  # a column of that name, of texts of one word
+        table.write_text("".join(f"{line}\tsecond\n" for line in table.read_text().splitlines()))
+    else:  # a text of 31 words, and it is a test text
         (tmp_path / "data" / "test.tsv").write_text("text\tlabel\n" + "film " * 31 + "\tpos\n")
     settings = settings_for(tmp_path / "data", model=str(tmp_path / "limited"), max_tokens=60, **options)
     with pytest.raises(InputError, match=message):
