@@ -80,7 +80,8 @@ def denoising_layer(
     else:
         with common.without_autocast(rows):
             recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-            blocked = not recorded and common.is_plain_eager(*tensors)  # a compiler fuses the formula
+            # A compiler fuses the formula, and in float16 codes by the unit of a small threshold may overflow.
+            blocked = not recorded and dtype != torch.float16 and common.is_plain_eager(*tensors)
             tokens, variance = (_inference if blocked else _formula)(*tensors)
     return DenoisedTokens(tokens.view(signal.shape), variance.view(signal.shape[:-1]))
 

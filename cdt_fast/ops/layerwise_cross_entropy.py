@@ -65,7 +65,7 @@ def layerwise_cross_entropy(
 
     With weights, one pass computes losses and gradients together, in three matrix products a chunk, and the backward
     only scales what that pass has found. Without weights, unless the head is frozen, the backward computes the logits
-    again: a fourth product.
+    again: a fourth product. So it does in float16, in which what has a small weight underflows without a loss scale.
 
     Args:
         hidden_states: L+1 tensors h_l, each `[..., d]`, depth 0 first. They are never stacked.
@@ -123,6 +123,7 @@ def layerwise_cross_entropy(
     # A classifier's gradients of the logits are smaller than those of its hidden states, which would have to be scaled.
     keeps = any(needs) and common.is_plain_eager(weight, bias, class_weights, weights, *per_depth_targets, *hidden)
     keeps = keeps and rows <= weight.shape[1] and sum(math.prod(depth.shape[:-1]) for depth in hidden) > FEW_ROWS
+    one_factor = len(hidden) == 1 or not any(needs[:2])
     options = _Options(
         ignore_index=ignore_index,
         label_smoothing=smoothing,
@@ -136,7 +137,7 @@ def layerwise_cross_entropy(
         dtype=dtype,
         backend=common.choose_backend("layerwise_cross_entropy", weight.new_empty(0, dtype=dtype)),
         # Each gradient is a factor of what the forward can find: of all depths together, or of one alone.
-        fused=any(needs) and not keeps and (weights is not None or len(hidden) == 1 or not any(needs[:2])),
+        fused=any(needs) and not keeps and (one_factor if weights is None else dtype != torch.float16),
         keeps=keeps,
         needs_hidden=needs[2:],
         needs_weight=needs[0],
@@ -148,7 +149,7 @@ def layerwise_cross_entropy(
     )
     head = weight, None if bias is None else bias.to(weight.dtype)
     total, per_depth, *_ = _losses(hidden, *head, per_depth_targets, class_weights, weights, *options)
-    return common.LayerwiseLosses(total, per_depth if weights is None else per_depth.detach())
+    return common.LayerwiseLosses(total, per_depth if weights is None else per_depth.detach().clone())
 
 
 def layerwise_cross_entropy_reference(

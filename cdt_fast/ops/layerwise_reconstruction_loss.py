@@ -66,7 +66,7 @@ def layerwise_reconstruction_loss(
     if weights is None:
         return common.LayerwiseLosses(per_depth.sum(), per_depth)
     weights = common.on_device(weights, per_depth.device, per_depth.dtype)
-    return common.LayerwiseLosses((weights * per_depth).sum(), per_depth.detach())
+    return common.LayerwiseLosses((weights * per_depth).sum(), per_depth.detach().clone())
 
 
 def layerwise_reconstruction_loss_reference(reconstructions: Sequence[Tensor], target: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 from cdt_fast import ops
 from cdt_fast.models.dictionary import overcomplete_dct, squared_spectral_norm
 from cdt_fast.ops import products
+from cdt_fast.ops.denoising_layer import denoising_layer_reference
 from cdt_fast.ops.soft_threshold import soft_threshold_reference
 from cdt_fast.ops.symmetric_attention import attention_matrix, symmetric_attention_reference
 from tests.ops.battery import (
@@ -392,3 +393,14 @@ def test_scores_of_bfloat16_are_exact_where_weights_are_large(
     # Twice: a row's sum has the error of its terms. Then the weight is rounded.
     assert ((found / expected).log().abs() <= 2.0**-8 * (2 * rounded + 1)).all()
     assert rounded.amax() < own.amin() / 4
+
+
+def test_small_thresholds_denoise_in_float16() -> None:
+    # In units of such thresholds the codes of this signal are beyond 65504.
+    signal = (2 + normal(1, 2, 16, 32)).half()
+    case = signal, signal, torch.eye(32).half(), torch.full((32,), 1e-5).half()
+    scale, self_bias, sharpness = (torch.tensor(number).half() for number in (0.01, 0.0, 5.0))
+    outputs = ops.denoising_layer(*case, scale=scale, self_bias=self_bias, sharpness=sharpness)
+    exact = denoising_layer_reference(*(each.double() for each in (*case, scale, self_bias, sharpness)))
+    for found, right in zip(outputs, exact, strict=True):
+        torch.testing.assert_close(found.double(), right, rtol=5e-3, atol=0)
