@@ -26,7 +26,7 @@ class SequenceEvaluation(Evaluation):
     """The `evaluation.json` of a run on texts or instructions, see `measure`."""
 
     accuracy: list[float]
-    accuracy_margin: list[float]  # half of its 95 % interval
+    accuracy_margin: list[float]  # to the farther end of its 95 % interval
     auc: float | None  # of accuracy over γ, by the trapezoid
     depth_accuracy: list[list[float]]
     depth_loss: list[list[float]]
@@ -50,8 +50,7 @@ class SequenceEvaluation(Evaluation):
 @torch.no_grad()
 def measure(network: Network, test: EncodedSamples, settings: SequenceSettings, bf16_on_cpu: bool) -> dict[str, Any]:
     """Measure accuracy over γ, and the losses of every depth, with perturbed word embeddings, and return the entries of
-    `SequenceEvaluation`. The margin of the accuracy is for independent answers, and too narrow of tokens. On a CPU
-    products are as in the training (`Task.BF16_ON_CPU`)."""
+    `SequenceEvaluation`. On a CPU products are as in the training (`Task.BF16_ON_CPU`)."""
     levels, training_gamma = [float(gamma) for gamma in settings.evaluation.gammas], sum(settings.noise) / 2
     use_cuda = settings.training.device != "cpu" and torch.cuda.is_available()
     device = torch.device("cuda" if use_cuda else "cpu")
@@ -79,7 +78,7 @@ def measure(network: Network, test: EncodedSamples, settings: SequenceSettings, 
     answers = sum(test.counts)
     means = {gamma: (values.sum(2) / answers).T.tolist() for gamma, values in found.items()}
     accuracy = [means[gamma][1][-1] for gamma in levels]
-    square = 1.959963984540054**2 / answers  # the normal quantile of 97.5 %, for Wilson's interval
+    right = {gamma: found[gamma][-1:, 1].cpu() for gamma in levels}
     area = sum((g1 - g0) * (a0 + a1) / 2 for (g0, a0), (g1, a1) in pairwise(zip(levels, accuracy, strict=True)))
     return {
         "layers": network.layers,
@@ -87,7 +86,7 @@ def measure(network: Network, test: EncodedSamples, settings: SequenceSettings, 
         "test_texts": len(test),
         "gamma": levels,
         "accuracy": accuracy,
-        "accuracy_margin": [math.sqrt(square * (a * (1 - a) + square / 4)) / (1 + square) for a in accuracy],
+        "accuracy_margin": [accuracy_margin(right[gamma], counts) for gamma in levels],
         "auc": area if len(levels) > 1 else None,
         "depth_accuracy": [means[gamma][1] for gamma in levels],
         "depth_loss": [means[gamma][0] for gamma in levels],
@@ -97,6 +96,16 @@ def measure(network: Network, test: EncodedSamples, settings: SequenceSettings, 
         "per_sample": per_sample_statistics(sums / counts),
         "parameters": sum(parameter.numel() for parameter in network.model.parameters()),
     }
+
+
+def accuracy_margin(right: torch.Tensor, counts: torch.Tensor) -> float:
+    """Return the distance from an accuracy to the farther end of its 95 % interval: Wilson's for an answer a text, or
+    by the variation between texts. `right` are the right answers of each text `[1, texts]`, of so many."""
+    if counts.max() > 1:
+        return (mean_margin(right, counts) or [1.0])[0]
+    accuracy, square = right.mean().item(), 1.959963984540054**2 / len(counts)  # the normal quantile of 97.5 %
+    half = math.sqrt(square * (accuracy * (1 - accuracy) + square / 4))
+    return (half + abs(accuracy - 0.5) * square) / (1 + square)
 
 
 def _read(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -80,7 +80,7 @@ def checks(run: EvaluatedRun, runs: Sequence[EvaluatedRun]) -> dict[str, str]:
 
     def better(value: float, chance: float) -> str:
         if chance > 0 and abs(value - last) <= chance:
-            return "no difference beyond chance"
+            return "not told apart"
         return "yes" if value > last else "no"
 
     bounds = ("came on in part" if values.report.unjudged else "yes") if values.feasible else "no"

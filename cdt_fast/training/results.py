@@ -87,8 +87,8 @@ def per_sample_statistics(losses: Tensor) -> dict[str, Any]:
         return dict.fromkeys(PerSample.model_fields)
     return {
         "mean_ratio": ratios.mean().item(),
-        "median_ratio": ratios.median().item(),
-        "descending_fraction": (ratios < 1).double().mean().item(),
+        "median_ratio": float(np.median(ratios)),
+        "descending_fraction": (losses[1:] < losses[:-1]).double().mean().item(),
         "quantiles": np.quantile(ratios.numpy(), QUANTILES).tolist(),
     }
 

@@ -60,7 +60,7 @@ def test_a_verdict_is_about_bounds_and_a_trained_model(options: dict[str, Any], 
     ]
 
 
-CHANCE = "no difference beyond chance"
+CHANCE = "not told apart"
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,7 @@ def test_every_number_is_that_of_its_definition(tiny_config: Config, longer: Pat
     assert found["feasible"] == all(number <= 0 for number in found["violation"])
     every = torch.cat(ratios)
     assert found["per_sample"]["mean_ratio"] == pytest.approx(every.mean().item(), rel=1e-5)
-    assert found["per_sample"]["median_ratio"] == pytest.approx(every.median().item(), rel=1e-5)
+    assert found["per_sample"]["median_ratio"] == pytest.approx(every.quantile(0.5).item(), rel=1e-5)
     assert found["per_sample"]["descending_fraction"] == (every < 1).double().mean().item()
     assert found["mean_rmse"] == sum(found["rmse"]) / 2
     assert mean_rmse(model, data.test, config, data.sigma, None) == pytest.approx(found["mean_rmse"], rel=1e-6)
