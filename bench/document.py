@@ -31,7 +31,7 @@ all suites take an hour on two cores, most of it for torch.compile.
 - An implementation is timed if it agrees with the formula. All of a case take turns, and a ratio is the median over the
   rounds of two times of one round, so that a drift of the machine's speed cancels. Above 1, `cdt_fast` is faster.
 - The baseline is eager torch unless the case says otherwise. The best peer is the fastest measured of torch.compile
-  (in the suite "step" of the first case alone), libraries that run there, and eager torch with the same trick: "by the
+  (in "step" of the first case alone), libraries that run there, and eager torch with the same trick: "by the
   identity" projects once per layer, "flattened" puts all depths into one product.
 - MiB: peak memory allocated during a step, minus what stays allocated between steps; the baseline's in brackets.
 - "Tied values": the values are z. "Own" or "next" readout: the dictionary of a depth's own layer, or of the next one.

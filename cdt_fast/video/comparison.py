@@ -81,7 +81,7 @@ def compare_denoisers(
 
     Of each clip 160 x 160 pixels of the 30 frames in its middle (of a shorter one all) are measured, and of the first
     one the time of whole frames. The model is told the noise's deviation (in gray levels), as the peers are, and once
-    estimates it, as `denoise` does. The noise is the same for all.
+    estimates it, as `denoise` does. All are given the same noisy frames, in bytes.
     """
     if not settings.crops:
         raise InputError("--clips compares a network for crops, which is what train video trains by default")
@@ -185,10 +185,11 @@ def _middle(name: str, frames: Iterable[np.ndarray], total: int) -> Tensor:
 
 
 def _noisy(clean: Tensor, sigma: float, seed: int, camera: bool = False) -> Tensor:
+    """Return frames `[T, h, w]` with noise, rounded and clipped as a file has them."""
     noise = torch.randn(clean.shape, generator=torch.Generator().manual_seed(seed))
     if camera:
         noise = _of_a_camera(noise)
-    return clean + sigma / LEVELS * noise
+    return (LEVELS * clean + sigma * noise).round_().clamp_(0, 255) / LEVELS
 
 
 def _of_a_camera(raw: Tensor) -> Tensor:
