@@ -128,7 +128,8 @@ class Denoising:
         half = avg_pool2d(plane, 2, ceil_mode=True)
         whole = finest_noise(plane) > _ENLARGED * finest_noise(half)
         part = plane if whole else half
-        found = estimated_noise(part)
+        # Frames repeated in turns go back as noise does.
+        found = estimated_noise(part, coded=not whole and copies == 1)
         deviation = found.deviation if self.sigma is None else min(found.deviation, self.sigma / LEVELS)
         shown = self.plane(part, copies, Noise(deviation, found.blur), few_grids=True)
         return shown if whole else plane + interpolate(shown - half, plane.shape[-2:])

@@ -85,7 +85,7 @@ class Noise(NamedTuple):
 WHITE = 0.0, 0.0
 
 
-def estimated_noise(frames: Tensor, told: float | None = None) -> Noise:
+def estimated_noise(frames: Tensor, told: float | None = None, *, coded: bool = False) -> Noise:
     """Return the noise in frames `[..., h, w]` of one scene, its deviation, which may be `told`, in their unit.
 
     The noise of a camera or a coder has little in the finest differences, and detail has much. So its variance, of
@@ -94,7 +94,9 @@ def estimated_noise(frames: Tensor, told: float | None = None) -> Noise:
     - that of the changes between frames, at the .3-quantile of the blocks: a lower one misses noise that grows with the
       brightness, and a higher one takes motion for noise;
     - `mean λ_{i ≤ k}` of the ascending eigenvalues of the covariance of pieces `[frames, rows, columns]`, with the
-      greatest k at which it is at most their median: the picture, moving too, is in few of them.
+      greatest k at which it is at most their median: the picture, moving too, is in few of them. A coder takes the
+      noise out of some: of `coded` frames it is at least `-cov(x_t − x_{t−1}, x_{t+1} − x_t)`, at that quantile too,
+      which is σ² of noise, as this turns back, and less of a picture that moves on.
 
     The share r of a direction's finest differences in it tells the blur: `r = (a² + (1 − 3a)²) / (a² + (1 − a)²)`. It
     is read in the blocks up to that quantile, and of both directions together in whole frames too, where the greater
@@ -114,7 +116,8 @@ def estimated_noise(frames: Tensor, told: float | None = None) -> Noise:
     if len(half) == 1:
         return Noise(finest_noise(frames[:1]) if told is None else told, WHITE)
     variance, (quiet, across, down, both) = _changes(half, strips)
-    coarse = 2 * max(0.0, min(variance, _least_variance(half))) ** 0.5
+    least = max(_least_variance(half), _turning(half) if coded and len(half) > 3 else 0.0)
+    coarse = 2 * max(0.0, min(variance, least)) ** 0.5
     share = min(1.0, max(both / quiet, finest / max(coarse, _TINY), _TINY))
     if told is not None:  # no more blurred than its own finest share says, (a² + (1 − 3a)²) / ((1 − 2a)² + 2a²)
         part = min(1.0, max(0.3, min(both, finest) / told))
@@ -160,6 +163,13 @@ def _changes(half: Tensor, strips: Tensor) -> tuple[float, list[float]]:
     pairs = len(half) - 1
     spread = 2 / 9 * (1.5 - 0.5 / pairs) / (15 * pairs)
     return quantile.item() / (1 - spread - 0.5244 * spread**0.5) ** 3, found
+
+
+def _turning(half: Tensor) -> float:
+    """Return minus the covariance of successive changes, at a quantile of the blocks of strips `[T, n, h, w]`."""
+    before, after = half[1:-1] - half[:-2], half[2:] - half[1:-1]
+    back = (avg_pool2d(before, 4) * avg_pool2d(after, 4) - avg_pool2d(before * after, 4)).mean(0)
+    return back.quantile(0.3).item() * (16 / 15)
 
 
 def _least_variance(frames: Tensor) -> float:

@@ -15,7 +15,7 @@ import av.error
 import numpy as np
 import pytest
 import torch
-from torch.nn.functional import avg_pool2d
+from torch.nn.functional import avg_pool2d, interpolate
 
 import cdt_fast
 from cdt_fast.checks import InputError
@@ -285,6 +285,19 @@ def test_blurred_noise_of_color_is_taken_for_that_too(monkeypatch: pytest.Monkey
     list(Denoising(load_network(SHIPPED), VideoSettings(), 3).frames(noisy))
     assert len(found) == 3
     assert min(map(min, found)) > 0.1
+
+
+def test_coarse_noise_of_color_at_half_the_size_is_that_of_a_coder(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    white, coarse = torch.randn(16, 96, 128, generator=generator), torch.randn(16, 1, 24, 32, generator=generator)
+    noise = (6 * white + 20 * interpolate(coarse, (96, 128), mode="bilinear")[:, 0])[..., None]
+    frames = (128 + noise * torch.tensor([1, -1, 0])).byte().numpy()
+    found = []
+    monkeypatch.setattr(Denoising, "plane", lambda self, plane, copies, noise, **_: found.append(noise) or plane)
+    for size in (1, 2):  # in a file's colors at full size, and at half
+        list(Denoising(load_network(SHIPPED), VideoSettings(), 3).frames(frames.repeat(size, 1).repeat(size, 2)))
+    whole, half = found[1], found[4]
+    assert half.deviation > 1.3 * whole.deviation
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import conv2d
+from torch.nn.functional import conv2d, interpolate
 
 from cdt_fast.video.noise import add_noise_by_window, estimated_noise, finest_noise
 
@@ -70,6 +70,21 @@ def test_noise_of_a_camera_is_found_at_half_the_size(blur: tuple[float, float]) 
     assert estimated_noise(frames, deviation).blur == pytest.approx(found.blur, abs=0.025)
     assert 0.98 * deviation < found.deviation < 1.14 * deviation
     assert finest_noise(frames) < (1.02 - sum(blur)) * deviation
+
+
+def test_coarse_noise_that_a_coder_leaves_is_not_that_of_the_least_eigenvalues() -> None:
+    generator = torch.Generator().manual_seed(0)
+    white, coarse = torch.randn(16, 96, 128, generator=generator), torch.randn(16, 1, 24, 32, generator=generator)
+    noise = 0.03 * white + 0.1 * interpolate(coarse, (96, 128), mode="bilinear")[:, 0]
+    found, deviation = estimated_noise(noise, coded=True).deviation, noise.std().item()
+    assert deviation_of(noise) < 0.7 * deviation
+    assert 0.9 * deviation < found < 1.15 * deviation
+    assert estimated_noise(white, coded=True) == estimated_noise(white)
+    picture = torch.rand(1, 1, 32, 40, generator=generator)
+    large = interpolate(picture, (128, 160), mode="bilinear")[0, 0]
+    moving = torch.stack([large[t : t + 96, t : t + 128] for t in range(16)]) + 0.01 * white
+    for count in (2, 3, 4, 16):
+        assert estimated_noise(moving[:count], coded=True) == estimated_noise(moving[:count])
 
 
 def test_white_noise_is_not_taken_for_blurred() -> None:
