@@ -27,7 +27,7 @@ from cdt_fast.video.data import open_source
 from cdt_fast.video.data.crops import from_opponent, to_opponent
 from cdt_fast.video.data.source import Excerpt, FrameArray
 from cdt_fast.video.networks import SHIPPED, Denoiser, device_of, load_network, reconstructed
-from cdt_fast.video.noise import LEVELS, LITTLE_NOISE, WHITE, Noise, estimated_noise, finest_noise
+from cdt_fast.video.noise import LEVELS, LITTLE_NOISE, WHITE, Noise, estimated_noise, finest_noise, unclipped
 from cdt_fast.video.settings import VideoSettings
 from cdt_fast.video.task import doubts
 from cdt_fast.video.writing import check_target, write_video
@@ -60,7 +60,8 @@ class Denoising:
         """Denoise a gray clip `[T, h, w]` in [0, 1]."""
 
         def window(part: np.ndarray, copies: float = 1.0) -> Tensor:
-            return self.plane(torch.from_numpy(part).to(device_of(self.model))[None], copies)[0].cpu()
+            noisy = torch.from_numpy(part).to(device_of(self.model))[None]
+            return self._unclipped(self.plane(noisy, copies), noisy)[0].cpu()
 
         return torch.stack(list(self._scenes(frames.numpy(), window)))
 
@@ -109,9 +110,9 @@ class Denoising:
         if all((frame == frame[..., :1]).all() for frame in frames):
             # A gray video in a file of colors is one plane: brightness of three would have its noise √3 times.
             frames = frames[..., :1]
-        planes = torch.from_numpy(frames).to(device_of(self.model)).permute(3, 0, 1, 2).to(torch.float32) / LEVELS
-        noise, colored = None, len(planes) == 3 and self.settings.crops
-        planes = (to_opponent(planes) if colored else planes).unsqueeze(1)
+        given = torch.from_numpy(frames).to(device_of(self.model)).permute(3, 0, 1, 2).to(torch.float32) / LEVELS
+        noise, colored = None, len(given) == 3 and self.settings.crops
+        planes = (to_opponent(given) if colored else given).unsqueeze(1)
         if self.settings.crops:
             noise = self._noise(planes[0])
             self.found.append(noise.deviation * LEVELS)
@@ -119,8 +120,13 @@ class Denoising:
         whole = 1 if colored else len(planes)
         shown = [self.plane(plane, copies, noise) for plane in planes[:whole]]
         shown += [self._color(plane, copies) for plane in planes[whole:]]
-        result = (from_opponent(torch.cat(shown)) if colored else torch.cat(shown)).expand(channels, -1, -1, -1)
-        return result.permute(1, 2, 3, 0)
+        result = self._unclipped(from_opponent(torch.cat(shown)) if colored else torch.cat(shown), given)
+        return result.expand(channels, -1, -1, -1).permute(1, 2, 3, 0)
+
+    def _unclipped(self, planes: Tensor, noisy: Tensor) -> Tensor:
+        if not self.settings.crops or self.depth == 0:
+            return planes
+        return torch.stack([unclipped(*each) for each in zip(planes, noisy, strict=True)])
 
     def _color(self, plane: Tensor, copies: float) -> Tensor:
         """Denoise a difference of colors `[1, T, h, w]`: at half its size where a file has no more, as most.

@@ -249,6 +249,17 @@ def test_noise_of_two_frames_is_no_cut(side: int) -> None:
     assert {scene for scene, _ in _with_scene(noise.astype(np.uint8))} == {0}
 
 
+@pytest.mark.parametrize("channels", [1, 3])
+def test_noise_that_was_clipped_leaves_black_black(channels: int) -> None:
+    clean = np.full((16, 48, 48, channels), 6.0)
+    clean[:, :, 24:] = 120.0
+    noisy = np.rint(clean + 30 * np.random.default_rng(0).standard_normal(clean.shape)).clip(0, 255).astype(np.uint8)
+    found = cdt_fast.denoise(noisy.squeeze(), sigma=30.0)
+    assert found[:, :, 30:].mean() == pytest.approx(120, abs=1)
+    assert noisy[:, :, :18].mean() > 15
+    assert found[:, :, :18].mean() == pytest.approx(6, abs=3)
+
+
 @pytest.mark.parametrize("few", [False, True])
 def test_large_frames_are_denoised_by_bands_of_rows(monkeypatch: pytest.MonkeyPatch, few: bool) -> None:
     """A layer sees no further than its patches reach, and so a band with enough around it is as the whole."""

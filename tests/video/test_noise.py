@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv2d, interpolate
 
-from cdt_fast.video.noise import add_noise_by_window, estimated_noise, finest_noise
+from cdt_fast.video.noise import add_noise_by_window, estimated_noise, finest_noise, unclipped
 
 
 def deviation_of(frames: Tensor) -> float:
@@ -121,3 +121,30 @@ def test_repeated_frames_have_no_part_in_the_noise() -> None:
     frames = 0.1 * torch.randn(8, 64, 64, generator=torch.Generator().manual_seed(0))
     assert deviation_of(frames.repeat_interleave(3, 0)) == deviation_of(frames) == pytest.approx(0.1, rel=0.06)
     assert deviation_of(frames[:1].expand(4, -1, -1)) == deviation_of(frames[0]) == finest_noise(frames[0])
+
+
+def noisy_in_bytes(clean: Tensor, deviation: float) -> Tensor:
+    noise = deviation * torch.randn(clean.shape, generator=torch.Generator().manual_seed(0))
+    return (255 * (clean + noise)).round().clamp(0, 255) / 255
+
+
+@pytest.mark.parametrize("ends", [(0.0, 1.0), (0.0, 0.15), (0.8, 1.0)])
+@pytest.mark.parametrize("deviation", [0.05, 0.2])
+def test_the_mean_of_clipped_noise_is_put_right(ends: tuple[float, float], deviation: float) -> None:
+    clean = torch.linspace(*ends, 100).expand(10_000, 1, 100)
+    noisy = noisy_in_bytes(clean, deviation)
+    mean = noisy.mean(0, keepdim=True).expand_as(noisy)
+    errors = [(found - clean).square().mean().sqrt().item() for found in (mean, unclipped(mean, noisy))]
+    assert errors[0] > 0.08 * deviation
+    # Where all pixels are near an end, the deviation is read too low.
+    assert errors[1] < (0.25 if deviation < 0.1 or ends == (0.0, 1.0) else 0.6) * errors[0]
+
+
+def test_a_picture_that_is_black_itself_stays_as_it_is() -> None:
+    shape = torch.arange(64) % 3 == 0
+    clean = torch.where(shape, 0.0, torch.linspace(0.02, 0.7, 64)).expand(20, 64, 64)
+    shown = clean + 0.001
+    for noisy in (torch.where(shape, clean, noisy_in_bytes(clean, 0.05)), (255 * clean).round() / 255):
+        torch.testing.assert_close(unclipped(shown, noisy), shown, rtol=0, atol=1e-6)
+    gray = clean * 0.2 + 0.4
+    assert unclipped(gray, noisy_in_bytes(gray, 0.05)) is gray
