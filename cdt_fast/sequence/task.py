@@ -39,8 +39,7 @@ class SequenceLosses(nn.Module):
 
 
 class SequenceWorkload:
-    """A sample is a text or a sequence, and counts with its targets. `lr` is for settings that name
-    none."""
+    """A sample is a text or a sequence, and counts with its targets. `lr` is for settings that name none."""
 
     def __init__(
         self,
