@@ -33,10 +33,11 @@ def build(settings: LanguageSettings, data: Splits, device: torch.device) -> Seq
         encoded_instructions(part, network.tokenizer, max_tokens, name)
         for part, name in zip(data[:3], Splits._fields, strict=False)
     ]
-    given, end = len(data.train), network.tokenizer.eos_token_id
+    given, end = sum(map(len, data[:3])), network.tokenizer.eos_token_id
+    rows = [row for part in samples for row in part.rows]
     counts = {
-        "left out, as nothing of their answers is within --max-tokens": given - len(samples[0]),
-        "answers cut short by --max-tokens": sum(int(row[0, -1]) != end for row in samples[0].rows),
+        "left out, as nothing of their answers is within --max-tokens": given - len(rows),
+        "answers cut short by --max-tokens": sum(int(row[0, -1]) != end for row in rows),
     }
     description = described(settings, data, "instructions", "without an answer")
     description += "".join(f"\n{text}: {count:,} of {given:,}" for text, count in counts.items() if count)

@@ -15,6 +15,7 @@ from cdt_fast.checks import InputError
 from cdt_fast.files import read_json
 from cdt_fast.sequence.evaluation import measure
 from cdt_fast.sequence.networks import PretrainedNetwork
+from cdt_fast.sequence.tokenizers import encoded_instructions
 from cdt_fast.training.checkpoint import load_checkpoint
 from cdt_fast.training.run_folder import RunFolder
 from tests.runs import Call, assert_same_runs, evaluated, load_data, new_trainer, settings_of, trained
@@ -179,12 +180,14 @@ def test_long_sequences_are_cut_and_those_without_an_answer_left_out(source: Pat
     short = [entry for entry in data.train if "please" not in entry.instruction]
     assert trainer.workload.training_samples == len(short) < len(data.train)
     workload: Any = trainer.workload
-    left_out = f"within --max-tokens: {len(data.train) - len(short)} of {len(data.train)}"
+    everything = [entry for part in data[:3] for entry in part]
+    left_out = f"within --max-tokens: {sum('please' in e.instruction for e in everything)} of {len(everything)}"
     assert "; 1 without an answer dropped\n" in workload.description
     assert workload.description.endswith(left_out)
-    lengths = [row.shape[1] for row in workload.train.rows]
+    rows = encoded_instructions(everything, workload.network.tokenizer, config.data.max_tokens, "all").rows
+    lengths = [row.shape[1] for row in rows]
     cut: Any = new_trainer(RunFolder(tmp_path / "cut"), settings_for(source, max_tokens=max(lengths) - 1)).workload
-    told = f"answers cut short by --max-tokens: {lengths.count(max(lengths))} of {len(data.train)}"
+    told = f"answers cut short by --max-tokens: {lengths.count(max(lengths))} of {len(everything)}"
     assert cut.description == f"{workload.description}\n{told}"
     inputs, targets, _ = trainer.workload.batch([(0, 0), (1, 1)], torch.device("cpu"))
     assert inputs.shape[0] == 2
