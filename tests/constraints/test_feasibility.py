@@ -38,7 +38,9 @@ def test_a_report_calls_the_depths_as_it_is_told() -> None:
     constraints.depths = [0, 4, 8]
     assert "the worst: layer 8 is above its bound by 0.19 (" in str(constraints.report([1.0, 0.4, 0.55]))
     report = constraints.report([1.0, 0.8, 0.6])
-    assert report.worst_layer == 4
+    assert (report.worst_kind, report.worst_layer, report.feasible) == ("bound", 4, False)
+    assert report.bound_violation == [None, pytest.approx(0.3), None]
+    assert report.relative_bound_violation == [None, pytest.approx(0.6), None]
     assert "the worst: depth 4 is above its bound by 0.3 (" in str(report)
 
 
@@ -52,9 +54,6 @@ def test_report_of_an_infeasible_solution() -> None:
         "Infeasible: 3 of 4 constraints are violated; the worst: layer 3 is above its bound by 0.14 "
         "(relative violation 15.56%)."
     )
-
-
-def test_one_violated_constraint_of_two() -> None:
     assert str(plain(2, 0.0).report([1.0, 1.0, 2.0])).startswith("Infeasible: 1 of 2 constraints is violated")
 
 
