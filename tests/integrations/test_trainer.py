@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from cdt_fast import DescentConstraints, InputError, with_descent
+from cdt_fast import DescentConstraints, InputError, attach_layer_losses, with_descent
 from tests.integrations.integration_cases import (
     ASCENT,
     LEARNING_RATE,
@@ -19,6 +19,7 @@ from tests.integrations.integration_cases import (
     SETTINGS,
     assert_same_weights,
     eager_losses,
+    evaluated,
     expected_run,
     in_order,
     language_model,
@@ -61,6 +62,19 @@ def test_it_is_the_loop_written_out(tmp_path: Path) -> None:
     torch.testing.assert_close(logged(trainer, "violation")[:, 0], losses[:, 0] - REFERENCE, rtol=0, atol=1e-10)
     torch.testing.assert_close(logged(trainer, "violation")[:, 1:], violations, rtol=0, atol=1e-10)
     assert all(entry["feasible"] == 0 for entry in trainer.state.log_history if "loss" in entry)
+
+
+def test_in_bfloat16_the_losses_are_those_in_autocast(tmp_path: Path) -> None:
+    model, other = (language_model(torch.float32).train() for _ in range(2))
+    attach_layer_losses(other)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = other(**stacked(rows(4))).layer_losses.detach()
+    changes: dict[str, Any] = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "max_steps": 2}
+    trainer = trainer_for(tmp_path, model=model, count=4, bf16=True, **changes)
+    trainer.train()
+    # float32 sums of the same losses
+    torch.testing.assert_close(logged(trainer)[0], expected.double(), rtol=0, atol=1e-6)
+    assert evaluated(trainer)[2] < expected[-1]
 
 
 def test_a_step_that_the_gradient_scaler_skips_moves_no_multiplier(tmp_path: Path) -> None:
@@ -148,19 +162,17 @@ def test_slacks_restart_each_epoch(tmp_path: Path) -> None:
     assert seen == [False, False, True, True, False, True, True, True]  # λ moves first, then u
 
 
-SAVED = {"rate": RATE, "reference": 3.0, "dual_lr": 0.1, "slack_cost": 1.0}
-
-
 # After step 1 and 4 in the middle of an epoch, after step 3 at its end.
 @pytest.mark.parametrize("step", [1, 3, 4])
 def test_resume_is_bit_equal(step: int, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"kind": Trainer, "count": 6, "unconstrained_steps": 2, "optimizers": (None, None)}
     settings |= {"save_strategy": "steps", "save_steps": 1}
-    whole = trainer_for(tmp_path / "whole", SAVED, **settings)
+    settings["constraints"] = {"rate": RATE, "reference": 3.0, "dual_lr": 0.1, "slack_cost": 1.0}
+    whole = trainer_for(tmp_path / "whole", **settings)
     whole.train()
     folder = tmp_path / "whole" / f"checkpoint-{step}"
     assert not [path for path in folder.iterdir() if path.suffix == ".pkl"]
-    resumed = trainer_for(tmp_path / "resumed", SAVED, **settings)
+    resumed = trainer_for(tmp_path / "resumed", **settings)
     resumed.train(resume_from_checkpoint=str(folder))
     for (name, first), second in zip(whole.model.named_parameters(), resumed.model.parameters(), strict=True):
         assert torch.equal(first, second), name
@@ -176,24 +188,17 @@ def test_resume_without_a_state_is_refused(tmp_path: Path) -> None:
         trainer_for(tmp_path, max_steps=2).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
 
-def test_taps_reach_the_model(tmp_path: Path) -> None:
-    trainer = trainer_for(tmp_path, {"rate": 0.1, "reference": 3.0}, taps=[0, 2], max_steps=1)
-    trainer.train()
-    entry = next(entry for entry in trainer.state.log_history if "loss" in entry)
-    assert {"layer_loss_0", "layer_loss_2", "violation_2", "multiplier_2"} <= entry.keys()
-    assert "layer_loss_1" not in entry
-    assert trainer.constraints.layers == 1
-    with pytest.raises(InputError, match=r"taps must end with the last depth, 2 or -1, .* got \[0, 1\]"):
-        trainer_for(tmp_path, taps=[0, 1])
-
-
-def test_bounds_are_on_depths_and_are_logged(tmp_path: Path) -> None:
+def test_bounds_are_on_depths_that_are_read_and_are_logged(tmp_path: Path) -> None:
     trainer = trainer_for(tmp_path, {"rate": None, "reference": None, "bounds": {2: 0.01}}, taps=[0, 2])
     trainer.train()
     last = [entry for entry in trainer.state.log_history if "loss" in entry][-1]
     assert last["bound_multiplier_2"] > 0
     assert last["bound_violation_2"] == pytest.approx(last["layer_loss_2"] - 0.01)
     assert (last["bound_multiplier_0"], "bound_violation_0" in last) == (0.0, False)
+    assert {"layer_loss_0", "multiplier_0", "multiplier_2"} <= last.keys()
+    assert "layer_loss_1" not in last
+    with pytest.raises(InputError, match=r"taps must end with the last depth, 2 or -1, .* got \[0, 1\]"):
+        trainer_for(tmp_path, taps=[0, 1])
     with pytest.raises(InputError, match="bounds holds depth 1, which is not read: the depths are 0, 2"):
         trainer_for(tmp_path, {"bounds": {1: 0.5}}, taps=[0, 2])
     with pytest.raises(InputError, match="unconstrained_steps must be at least 1, as bounds holds a factor"):
