@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from cdt_fast import models
 from cdt_fast.checks import InputError
@@ -74,13 +73,6 @@ def test_a_round_trip_is_bit_for_bit_the_same(
         assert all(torch.equal(loaded.state_dict()[name], value) for name, value in model.state_dict().items())
         assert all(parameter.requires_grad and parameter.dtype == dtype for parameter in loaded.parameters())
         assert torch.equal(loaded(given), model(given))
-
-
-def test_weights_of_another_tool_load(saved: Path) -> None:
-    before = models.load_pretrained(saved).state_dict()
-    save_file(load_file(saved / "model.safetensors"), saved / "model.safetensors")
-    after = models.load_pretrained(saved).state_dict()
-    assert all(torch.equal(before[name], value) for name, value in after.items())
 
 
 def test_the_model_of_a_run_is_not_replaced_by_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
