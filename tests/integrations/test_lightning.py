@@ -43,7 +43,7 @@ class Module(lightning.LightningModule):
     def configure_optimizers(self) -> Any:
         if self.settings.get("adam"):
             return torch.optim.AdamW(self.parameters(), lr=0.01)
-        return torch.optim.SGD(self.parameters(), lr=LEARNING_RATE)
+        return torch.optim.SGD(self.parameters(), lr=LEARNING_RATE, fused=self.settings.get("fused", False))
 
 
 class Added(Module):
@@ -175,14 +175,10 @@ def test_a_skipped_batch_is_as_if_it_were_not_there(
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_step_that_the_gradient_scaler_skips_moves_no_multiplier(fused: bool, tmp_path: Path) -> None:
-    class Fused(Module):
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=LEARNING_RATE, fused=fused)
-
     # The first scale is too large for any loss, those after it for none.
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, backoff_factor=2.0**-127)
     precision = lightning.pytorch.plugins.MixedPrecision("16-mixed", "cpu", scaler)
-    descent, module = DescentCallback(ASCENT), Fused()
+    descent, module = DescentCallback(ASCENT), Module(fused=fused)
     _, history = fit(tmp_path, descent, module, count=4, plugins=[precision])
     assert not history.multipliers[1].any()
     multipliers, _, weights = expected_run([[2, 3], [0, 1], [2, 3]], count=4)
