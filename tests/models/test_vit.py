@@ -96,7 +96,7 @@ def test_a_loss_is_the_mean_over_the_pixels(weights: list[float] | None) -> None
         torch.testing.assert_close(found, want, rtol=1e-9, atol=1e-12)
 
 
-def saved_vit(folder: Path, channels: int = 3) -> Any:
+def saved_vit(folder: Path, channels: int) -> Any:
     sizes = {"hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 20}
     pictures = {"image_size": 12, "patch_size": 4, "num_channels": channels}
     vit = transformers.ViTModel(transformers.ViTConfig(**sizes, **pictures, layer_norm_eps=1e-6))
@@ -105,24 +105,17 @@ def saved_vit(folder: Path, channels: int = 3) -> Any:
     return vit.double().eval()
 
 
-@pytest.mark.parametrize("channels", [1, 3])
-def test_a_pretrained_vit_sees_gray_patches_as_it_saw_gray_pictures(tmp_path: Path, channels: int) -> None:
+@pytest.mark.parametrize(("channels", "grid"), [(1, None), (3, None), (3, (2, 5))])
+def test_a_pretrained_vit_sees_gray_patches_as_it_saw_gray_pictures(tmp_path: Path, channels: int, grid: Any) -> None:
+    """Position embeddings are interpolated to another grid as transformers does it."""
     vit = saved_vit(tmp_path, channels)
-    model = models.DenoisingViT.from_pretrained(tmp_path).double().eval()
-    assert (model.patch_size, model.grid, model.layers, model.feedforward_width) == (16, (3, 3), 2, 20)
-    pictures = frames(12, 12)
-    states = states_of(vit, ((pictures - 0.5) / 0.5).expand(-1, channels, -1, -1))
+    model = models.DenoisingViT.from_pretrained(tmp_path, grid=grid).double().eval()
+    assert (model.patch_size, model.grid, model.layers, model.feedforward_width) == (16, grid or (3, 3), 2, 20)
+    pictures = frames(*(4 * count for count in model.grid))
+    given = ((pictures - 0.5) / 0.5).expand(-1, channels, -1, -1)
+    states = states_of(vit, given, interpolate_pos_encoding=grid is not None)
     for found, want in zip(model.reconstructions(to_patches(pictures, 4, "space")), states, strict=True):
         torch.testing.assert_close(found, read_by_hand(model, want), rtol=1e-5, atol=1e-5)  # stored in float32
-
-
-def test_position_embeddings_are_interpolated_as_transformers_does(tmp_path: Path) -> None:
-    vit = saved_vit(tmp_path)
-    model = models.DenoisingViT.from_pretrained(tmp_path, grid=(2, 5)).double().eval()
-    pictures = frames(8, 20)
-    states = states_of(vit, ((pictures - 0.5) / 0.5).expand(-1, 3, -1, -1), interpolate_pos_encoding=True)
-    found = model(to_patches(pictures, 4, "space"))
-    torch.testing.assert_close(found, read_by_hand(model, states[-1]), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
