@@ -26,6 +26,7 @@ LIGHTNING |= {"enable_progress_bar": False, "enable_model_summary": False}
 # The chain by plain ascent on raw violations without slacks, which the loop below writes out.
 ASCENT: dict[str, Any] = {"coupling": "chain", "reference_mode": "constraint", "rate": RATE, "reference": REFERENCE}
 ASCENT |= {"betas": None, "dual_lr": DUAL_LR, "resilience": None, "normalize": False, "margin": 0.0}
+stacked = torch.utils.data.default_collate  # rows as a batch
 
 
 def language_model(dtype: torch.dtype = torch.float64) -> Any:
@@ -47,10 +48,6 @@ def rows(count: int = ROWS) -> list[dict[str, Tensor]]:
         labels[1 : LENGTH - 1 - index % 4] = -100
         found.append({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels})
     return found
-
-
-def stacked(batch: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    return {name: torch.stack([row[name] for row in batch]) for name in batch[0]}
 
 
 def eager_losses(model: Any, batch: dict[str, Tensor]) -> Tensor:

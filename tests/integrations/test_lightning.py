@@ -77,18 +77,18 @@ class History(lightning.Callback):
         self.logged.append([float(trainer.logged_metrics.get(f"layer_loss_{depth}", 0)) for depth in range(3)])
 
 
-def loader(count: int) -> Any:
-    return torch.utils.data.DataLoader(rows(count), batch_size=1)  # type: ignore[arg-type]
+def loader(data: Any) -> Any:
+    return torch.utils.data.DataLoader(data, batch_size=1)
 
 
 def fit(
     folder: Path, descent: Any, module: Any, count: int = 5, epochs: int = 2, validate: bool = False, **changes: Any
 ) -> tuple[Any, History]:
-    resume = changes.pop("ckpt_path", None)
+    resume, data = changes.pop("ckpt_path", None), changes.pop("data", rows(count))
     history = History(descent)
     own = {"max_epochs": epochs, "default_root_dir": folder, "callbacks": [descent, history]}
     trainer = lightning.Trainer(**{**LIGHTNING, **own, **changes})
-    trainer.fit(module, loader(count), loader(3) if validate else None, ckpt_path=resume)
+    trainer.fit(module, loader(data), loader(rows(3)) if validate else None, ckpt_path=resume)
     return trainer, history
 
 
@@ -132,15 +132,13 @@ def test_slacks_restart_each_epoch_and_the_model_is_given_back(tmp_path: Path) -
         _ = descent.layer_losses
 
 
-def test_rows_without_a_label_count_as_zero(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = rows(2)
-    empty = {**data[0], "labels": torch.full_like(data[0]["labels"], -100)}
+def test_rows_without_a_label_count_as_zero(tmp_path: Path) -> None:
+    (row,) = rows(1)
+    empty = {**row, "labels": torch.full_like(row["labels"], -100)}
     found = []
-    for batches in ([data[0], empty], [data[0]]):
-        loaded = torch.utils.data.DataLoader(batches, batch_size=1)  # type: ignore[arg-type]
-        monkeypatch.setattr("tests.integrations.test_lightning.loader", lambda count, loaded=loaded: loaded)
+    for data in ([row, empty], [row]):
         module = Module()
-        trainer, _ = fit(tmp_path, DescentCallback(ASCENT), module, epochs=1, validate=True)
+        trainer, _ = fit(tmp_path, DescentCallback(ASCENT), module, epochs=1, validate=True, data=data)
         found.append((dict(module.model.named_parameters()), trainer.callback_metrics["layer_loss_2"]))
     assert_same_weights(module.model, found[0][0])
     assert found[0][1] == found[1][1]
@@ -288,7 +286,7 @@ def test_a_checkpoint_that_is_only_tested_is_not_resumed_from(tmp_path: Path) ->
     trainer.save_checkpoint(tmp_path / "saved.ckpt")
     trainer, _ = fit(tmp_path, descent, module, epochs=1)
     before = descent.constraints.multipliers.clone()
-    trainer.validate(module, loader(1), ckpt_path=tmp_path / "saved.ckpt", weights_only=False)
+    trainer.validate(module, loader(rows(1)), ckpt_path=tmp_path / "saved.ckpt", weights_only=False)
     _, history = fit(tmp_path, descent, module, count=2, epochs=1)
     assert torch.equal(history.multipliers[0], before)
 
