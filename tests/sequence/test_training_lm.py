@@ -88,12 +88,13 @@ def test_what_is_left_out_of_the_training_is_in_no_epoch(tmp_path: Path) -> None
     assert evaluated(run, config)["warmup_steps"] == steps // 3 < len(load_data(config).train) // 4
 
 
-def test_a_validation_weighs_sequences_by_their_answers(tmp_path: Path) -> None:
+def test_a_validation_is_the_evaluation_of_its_answers_at_the_training_noise(tmp_path: Path) -> None:
     entries = [{"instruction": f"Say it {n}.", "input": "", "output": "word" * (n % 7 + 1)} for n in range(40)]
     (tmp_path / "alpaca.json").write_text(json.dumps(entries), encoding="utf-8")
     config = settings_for(tmp_path / "alpaca.json", gamma=0.3, batch=2)
     workload: Any = new_trainer(RunFolder.create(tmp_path / "run", config), config).workload
-    assert len(set(workload.validation.counts)) > 1
+    counts = workload.validation.counts  # of the answers, by which sequences weigh, and which their lengths follow
+    assert counts != sorted(counts, reverse=True)
     expected = measure(workload.network, workload.validation, config, False)["layer_loss"]
     assert workload.validation_losses(None) == pytest.approx(expected, rel=1e-5)
 

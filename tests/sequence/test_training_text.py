@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,14 @@ from cdt_fast.checks import InputError
 from cdt_fast.files import read_json, write_json
 from cdt_fast.models import TextUT
 from cdt_fast.sequence import text
-from cdt_fast.sequence.evaluation import measure
 from cdt_fast.sequence.perturbation import perturbed
 from cdt_fast.sequence.tokenizers import EncodedSamples
 from cdt_fast.training import optimizer
+from cdt_fast.training.interruption import Interrupted
 from cdt_fast.training.run_folder import RunFolder
 from tests.runs import assert_same_runs, evaluated, load_data, new_trainer, settings_of, train, trained
 from tests.tiny_text import TINY_TEXT, reviews, write_table
-from tests.training.training_cases import train_until_killed
+from tests.training.training_cases import signal_after
 
 transformers = pytest.importorskip("transformers")
 ENCODER = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
@@ -157,14 +158,13 @@ def test_runs_on_the_same_data_share_the_token_ids(tmp_path: Path, monkeypatch: 
     assert len(made) == 9
 
 
-@pytest.mark.parametrize("model", ["text-ut", "encoder"])
-def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path, encoder: Path, model: str) -> None:
-    table = write_table(tmp_path / "reviews.tsv")
-    changes = {"model": model if model == "text-ut" else str(encoder)}
-    whole = trained(settings_for(table, **changes), tmp_path / "whole")
-    config = settings_for(table, **changes)
-    run = RunFolder.create(tmp_path / "parts", config)
-    train_until_killed(run, config, 6)
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path, encoder: Path) -> None:
+    """With dropout, whose generator is part of the state."""
+    config = settings_for(write_table(tmp_path / "reviews.tsv"), model=str(encoder))
+    whole, run = trained(config, tmp_path / "whole"), RunFolder.create(tmp_path / "parts", config)
+    with signal_after(signal.SIGTERM, 6), pytest.raises(Interrupted):
+        train(run, config, progress=False)
+    torch.manual_seed(99)  # a new process draws anew
     train(run, config, resume=True, progress=False)
     assert_same_runs(run, whole)
 
@@ -194,15 +194,6 @@ def test_a_step_is_that_of_the_lagrangian_written_out(tmp_path: Path, monkeypatc
         found = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
     assert any(not torch.equal(weights[name], value) for name, value in model.state_dict().items())
-
-
-def test_a_validation_is_the_evaluation_of_its_texts_at_the_training_noise(tmp_path: Path) -> None:
-    config = settings_for(write_table(tmp_path / "reviews.tsv"), gamma=0.3, batch=4)
-    workload: Any = new_trainer(RunFolder.create(tmp_path / "run", config), config).workload
-    lengths = [row.shape[1] for row in workload.validation.rows]
-    assert lengths != sorted(lengths, reverse=True)
-    expected = measure(workload.network, workload.validation, config, False)["layer_loss"]
-    assert workload.validation_losses(None) == pytest.approx(expected, rel=1e-5)
 
 
 def logits_of(model: Any, folder: Path, texts: list[str]) -> torch.Tensor:

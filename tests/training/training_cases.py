@@ -21,10 +21,9 @@ from cdt_fast.training import loop, optimizer
 from cdt_fast.training.execution import Execution, precision_of
 from cdt_fast.training.loop import Trainer
 from cdt_fast.training.run_folder import RunFolder
-from cdt_fast.training.settings import RunSettings
 from cdt_fast.video.settings import VideoSettings
 from tests.constraints.constraint_cases import NoHostSync
-from tests.runs import load_data, train
+from tests.runs import load_data
 
 
 class Killed(BaseException):
@@ -47,17 +46,6 @@ def around(name: str, before: Callable[[Trainer], None] | None = None, after: An
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, name, wrapped)
         yield
-
-
-def train_until_killed(run: RunFolder, config: RunSettings, step: int) -> None:
-    """Train, and end after `step` steps as a killed process does."""
-
-    def die(trainer: Trainer) -> None:
-        if trainer.step == step:
-            raise Killed
-
-    with around("_train_step", die), pytest.raises(Killed):
-        train(run, config, progress=False)
 
 
 @contextmanager
