@@ -134,14 +134,15 @@ def test_a_signal_and_resume_by_the_command_line_change_no_bit(source: Path, tmp
     model = write_language_model(tmp_path / "llama")
     words = words_of_command(TINY_LANGUAGE, model=model, gamma=0.3, accumulate=2, batch=3)
     assert call("train", "lm", source, *words, "--out", tmp_path / "whole").status == 0
+    whole, parts = (RunFolder(tmp_path / name) for name in ("whole", "in parts"))
     with signal_after(signal.SIGTERM, 6):
-        answer = call("train", "lm", source, *words, "--out", tmp_path / "parts")
+        answer = call("train", "lm", source, *words, "--out", parts.path)
     assert answer.status == 128 + signal.SIGTERM
-    assert f"cdt-fast train lm --resume {tmp_path / 'parts'}" in answer.err
-    assert "resume it with cdt-fast train lm" in call("train", "video", "--resume", tmp_path / "parts").line()
-    torch.manual_seed(99)  # a new process draws anew
-    assert call("train", "lm", "--resume", tmp_path / "parts").status == 0
-    whole, parts = (RunFolder(tmp_path / name) for name in ("whole", "parts"))
+    assert answer.err.splitlines()[-1] == (
+        f"cdt-fast: stopped by SIGTERM after step 6; continue with: cdt-fast train lm --resume '{parts.path}'"
+    )
+    assert "resume it with cdt-fast train lm" in call("train", "video", "--resume", parts.path).line()
+    assert call("train", "lm", "--resume", parts.path).status == 0
     assert_same_runs(parts, whole)
     assert read_json(whole.evaluation) == read_json(parts.evaluation)
 

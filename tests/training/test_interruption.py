@@ -189,17 +189,6 @@ def test_a_checkpoint_of_other_settings_or_frames_is_refused(tiny_config: Config
     assert run.checkpoint.read_bytes() == before
 
 
-def test_the_command_says_how_to_go_on(call: Call, clip: Path, tmp_path: Path) -> None:
-    run = tmp_path / "my run"
-    with signal_after(signal.SIGTERM, 2):
-        answer = call("train", "video", clip, "--out", run, *tiny_arguments())
-    assert answer.status == 143
-    assert answer.err.splitlines()[-1] == (
-        f"cdt-fast: stopped by SIGTERM after step 2; continue with: cdt-fast train video --resume '{run}'"
-    )
-    assert call("train", "video", "--resume", run).status == 0
-
-
 def test_what_nohup_ignores_stays_ignored() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
