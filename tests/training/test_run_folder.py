@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -80,44 +78,26 @@ def test_a_last_line_that_was_not_finished_is_left_out(tmp_path: Path, rest: str
         run.read_metrics()
 
 
-_HOLD = """
-import sys
-from cdt_fast.training.run_folder import RunFolder
-with RunFolder(sys.argv[1]).lock():
-    print("held", flush=True)
-    sys.stdin.read()
-"""
-
-
-@pytest.mark.slow
-def test_a_run_that_another_process_trains_is_refused_until_that_is_killed(tmp_path: Path) -> None:
+def test_a_run_is_trained_by_one_process_at_a_time(tmp_path: Path) -> None:
+    """A second descriptor is refused the lock, whichever process it is of."""
     run = RunFolder.create(tmp_path / "mine", VideoSettings())
     before = {path: path.read_bytes() for path in run.path.iterdir()}
-    command = [sys.executable, "-c", _HOLD, str(run.path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout is not None
-        try:
-            assert other.stdout.readline() == "held\n"
-            for change in (lambda: None, lambda: write_text(run.config, run.config.read_text())):  # as an editor does
-                change()
-                with pytest.raises(InputError, match=r"mine: another process is training this run"), run.lock():
-                    pass
-            assert open_run(run.path, trained=False)[1] == VideoSettings()
-        finally:
-            other.kill()
+
+    def is_refused() -> None:
+        with pytest.raises(InputError, match=r"mine: another process is training this run"), run.lock():
+            pass
+
+    with run.lock():
+        is_refused()
+        write_text(run.config, run.config.read_text())  # as an editor does
+        is_refused()
+        assert open_run(run.path, trained=False)[1] == VideoSettings()
+    with run.config.open("r+b") as file:
+        assert try_lock(file)  # of the settings alone, as on NFS
+        is_refused()
     with run.lock():
         pass
     assert {path: path.read_bytes() for path in run.path.iterdir()} == before
-
-
-def test_a_lock_of_the_settings_alone_counts_as_on_nfs(tmp_path: Path) -> None:
-    run = RunFolder.create(tmp_path / "mine", VideoSettings())
-    with run.config.open("r+b") as file:
-        assert try_lock(file)
-        with pytest.raises(InputError, match="another process is training this run"), run.lock():
-            pass
-    with run.lock():
-        pass
 
 
 def test_of_runs_that_are_made_in_one_folder_at_once_one_is_whole(tmp_path: Path) -> None:
