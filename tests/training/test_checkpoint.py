@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -69,26 +68,8 @@ def test_another_safetensors_file_is_refused(tmp_path: Path, content: bytes, mes
     assert "\n" not in str(caught.value)
 
 
-RUN = {"[training] seed": 0}
-TRAINING: dict[str, Any] = {
-    "run": RUN,
-    "model": {"weight": torch.ones(2)},
-    "optimizer": {"state": {0: {"step": torch.tensor(3.0), "exp_avg": torch.zeros(2)}}, "param_groups": [{"lr": 0.1}]},
-    "constraints": {},
-}
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"run": {"[training] seed": 1}}, r"is of another run.*: \[training\] seed was 1, is 0"),
-        ({"run": {}}, "seed was None, is 0"),
-    ],
-)
-def test_a_state_of_another_run_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+def test_a_state_without_a_setting_of_its_run_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "state.safetensors"
-    save_checkpoint(path, TRAINING)
-    assert flat(load_checkpoint(path, run=RUN)) == flat(TRAINING)
-    save_checkpoint(path, {**TRAINING, **change})
-    with pytest.raises(InputError, match=rf"^{path}: .*{message}"):
-        load_checkpoint(path, run=RUN)
+    save_checkpoint(path, {"run": {}})
+    with pytest.raises(InputError, match=rf"^{path}: is of another run.*: \[training\] seed was None, is 0"):
+        load_checkpoint(path, run={"[training] seed": 0})
