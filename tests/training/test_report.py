@@ -70,7 +70,11 @@ def test_runs_of_different_data_are_not_compared(
     assert not (tmp_path / "out").exists()
 
 
-def test_compare_refuses_what_is_no_evaluated_run(call: Call, trained: Any, copied_run: Any, tmp_path: Path) -> None:
+def test_compare_refuses_what_is_no_evaluated_run_and_to_write_into_one(
+    call: Call, trained: Any, copied_run: Any, tmp_path: Path
+) -> None:
+    line = call("compare", trained.plain, "--out", trained.plain).line()
+    assert "is a run, whose own report.html would be replaced" in line
     assert "is no run folder" in call("compare", tmp_path).line()
     copied_run.evaluation.unlink()
     assert "cdt-fast evaluate" in call("compare", trained.plain, copied_run.path).line()
@@ -102,13 +106,6 @@ def test_compare_counts_a_run_once_and_its_page_names_a_command_that_works(
     assert call(*command.split()[1:]).status == 0
     (tmp_path / "-run" / "evaluation.json").unlink()
     assert f"cdt-fast evaluate {tmp_path}/-run`" in call("compare", "--", "-run").line()
-
-
-def test_compare_does_not_replace_the_report_of_a_run(call: Call, trained: Any) -> None:
-    assert (
-        "is a run, whose own report.html would be replaced"
-        in call("compare", trained.plain, "--out", trained.plain).line()
-    )
 
 
 @pytest.mark.parametrize("name", ["cost$x_$y$^$", "_mine"])
