@@ -129,6 +129,27 @@ def test_the_losses_of_a_step_and_their_gradient_are_those_of_an_eager_loop(
             assert error <= 1e-5 * right.grad.abs().max(), (name, dtype)
 
 
+def test_the_losses_of_the_parts_are_those_of_the_batch(source: Path, tmp_path: Path) -> None:
+    """The noise of a sample is its own, and it weighs by its answer, however a step is cut into micro-batches."""
+    config = settings_for(source, batch=5, gamma=0.5)
+    trainer = new_trainer(RunFolder.create(tmp_path / "run", config), config)
+    trainer.model.double()
+    weights = torch.ones(trainer.workload.num_constraints + 1, dtype=torch.float64)
+    batch = trainer._micro_batches()[0]
+    assert len(batch) == 5
+
+    def sums(chosen: list[tuple[int, int]]) -> torch.Tensor:
+        count = sum(trainer.workload.count(sample) for sample, _ in chosen)
+        return trainer.losses(*trainer.workload.batch(chosen, torch.device("cpu")), weights)[1].detach() * count
+
+    expected = sums(batch)
+    # The seeds of the samples decide, and the noise is there.
+    assert (sums([(sample, number + 1) for sample, number in batch]) / expected - 1).abs().max() > 1e-5
+    for parts in (2, 3, 5):  # with unequal counts
+        found = sum(sums(batch[part::parts]) for part in range(parts))
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=0)
+
+
 def test_a_signal_and_resume_by_the_command_line_change_no_bit(source: Path, tmp_path: Path, call: Call) -> None:
     """Weights, multipliers, the optimizer's state, the kept model, what was logged, and the evaluation."""
     model = write_language_model(tmp_path / "llama")
