@@ -86,6 +86,22 @@ def test_a_step_is_that_of_one_batch_written_out(make: Make, in_float64: None, m
     assert multipliers[0] > 0
 
 
+@pytest.mark.parametrize("size", [1e-3, 1.0])
+def test_gradients_are_clipped_by_their_exact_norm(size: float) -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in ((5, 256, 1024), (7,), ())]
+    generator = torch.Generator().manual_seed(0)
+    given = [size * 1e-3 * torch.randn(each.shape, generator=generator) for each in parameters]
+    for parameter, gradient in zip(parameters, given, strict=True):
+        parameter.grad = gradient.clone()
+    optimizer_module._clip_gradients(parameters)
+    norm = torch.cat([each.double().flatten() for each in given]).norm()
+    for parameter, gradient in zip(parameters, given, strict=True):
+        expected = gradient.double() * (1 / norm.clamp(min=1.0))
+        assert parameter.grad is not None
+        torch.testing.assert_close(parameter.grad.double(), expected, rtol=3e-6, atol=0.0)
+    optimizer_module._clip_gradients([])
+
+
 def test_an_epoch_sees_every_window_once_in_a_new_order_with_new_noise(make: Make) -> None:
     seeds, orders = [], []
     for seed in (0, 1):
