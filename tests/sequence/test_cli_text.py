@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from pathlib import Path
@@ -17,13 +16,14 @@ from tests.tiny import words_of_command
 from tests.tiny_text import TINY_LANGUAGE, TINY_TEXT, write_instructions, write_language_model, write_table
 
 transformers = pytest.importorskip("transformers")
-TEXT = words_of_command(TINY_TEXT)
+COLUMNS = ("review", "sentiment")
+TEXT = words_of_command(TINY_TEXT, text_column=COLUMNS[0], label_column=COLUMNS[1])
 _OF_CONSTRAINTS = tuple(f"--{name.replace('_', '-')}=" for name in TINY_TEXT["constraints"])
 
 
 @pytest.fixture(scope="session")
 def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_table(tmp_path_factory.mktemp("texts") / "reviews.tsv")
+    return write_table(tmp_path_factory.mktemp("texts") / "reviews.tsv", names=COLUMNS)
 
 
 @pytest.fixture(scope="session")
@@ -44,6 +44,7 @@ def train_two(call: Call, task: str, source: Path, words: list[str], folder: Pat
         taken = [word for word in words if kind == "--constrained" or not word.startswith(_OF_CONSTRAINTS)]
         answer = call("train", task, source, *taken, kind, "--out", run)
         assert answer.status == 0, answer
+        assert ("texts: 64 train, 8 validation, 8 test; classes: neg, pos\n" in answer.err) == (task == "text")
     return runs
 
 
@@ -90,17 +91,6 @@ def test_train_evaluate_and_compare(
     assert captions == ["Accuracy over γ", "Held-out loss at every depth", ratios, "Multipliers during the training"]
     write_json(runs[1] / "evaluation.json", {**read_json(runs[1] / "evaluation.json"), "test_digest": "of others"})
     assert "different data: test_digest is 'of others'" in call("compare", *runs).line()
-
-
-def test_named_columns_of_any_file(call: Call, tmp_path: Path, quick_figures: None) -> None:
-    rows = [{"review": f"a {'good' if n % 2 else 'bad'} film", "about": f"plot {n}", "stars": n % 2} for n in range(40)]
-    source = tmp_path / "reviews.jsonl"
-    source.write_text("\n".join(map(json.dumps, rows)))
-    columns = ["--text-column=review", "--second-column=about", "--label-column=stars"]
-    answer = call("train", "text", source, *TEXT, *columns, "--out", tmp_path / "run")
-    assert answer.status == 0, answer
-    assert read_json(tmp_path / "run" / "evaluation.json")["classes"] == ["0", "1"]
-    assert "texts: 32 train, 4 validation, 4 test; classes: 0, 1" in answer.err
 
 
 BAD = [
@@ -161,9 +151,9 @@ def test_bad_input_is_one_line_and_leaves_nothing(
     source = tmp_path / "sources"
     (source / "folder").mkdir(parents=True)
     labels = source / "labels"
-    write_table(labels / "train.tsv")
-    (labels / "test.tsv").write_text("text\tlabel\na film\tmaybe\n")
-    (source / "one.tsv").write_text("text\tlabel\n" + "".join(f"film {n}\tpos\n" for n in range(40)))
+    write_table(labels / "train.tsv", names=COLUMNS)
+    (labels / "test.tsv").write_text("review\tsentiment\na film\tmaybe\n")
+    (source / "one.tsv").write_text("review\tsentiment\n" + "".join(f"film {n}\tpos\n" for n in range(40)))
     places = {
         "TABLE": table,
         "INSTRUCTIONS": instructions,
