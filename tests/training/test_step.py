@@ -6,10 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from cdt_fast.training.optimizer import build_optimizer, set_rate
-from tests.constraints.constraint_cases import NoHostSync
 from tests.runs import Config
 from tests.training.training_cases import HostWaits, meta_trainer, never_waiting
 
@@ -38,20 +35,3 @@ def test_a_step_never_waits_for_the_device(
             trainer.step += 1
     with pytest.raises(Waits):  # the log, which does wait
         trainer._log_entry(1.0)
-
-
-def test_the_optimizer_of_a_gpu_keeps_its_numbers_on_the_device() -> None:
-    """On a CPU in its place: neither an update nor a new rate reads a tensor."""
-    parameter = torch.nn.Parameter(torch.ones(4))
-    optimizer = build_optimizer([parameter], 0.5, on_device=True)
-    (group,) = optimizer.param_groups
-    rate = group["lr"]
-    parameter.grad = torch.ones(4)
-    with NoHostSync():
-        for number in range(1, 4):
-            optimizer.step()
-            set_rate(optimizer, 0.5 / (number + 1))
-        with pytest.raises(AssertionError, match="host synchronization"):
-            rate.item()
-    assert group["lr"] is rate
-    assert rate.item() == 0.125
