@@ -47,10 +47,10 @@ def train(run: RunFolder, settings: RunSettings, **options: Any) -> None:
     loop.train(run, settings, task_of(settings), **options)
 
 
-def trained(settings: RunSettings, folder: Path, progress: bool = False) -> RunFolder:
+def trained(settings: RunSettings, folder: Path) -> RunFolder:
     """Return a new run in `folder`, trained to its end."""
     run = RunFolder.create(folder, settings)
-    train(run, settings, progress=progress)
+    train(run, settings, progress=False)
     return run
 
 

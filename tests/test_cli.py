@@ -21,7 +21,7 @@ from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.video import task
 from cdt_fast.video.settings import VideoSettings
 from tests.runs import Call, Config
-from tests.tiny import tiny_arguments
+from tests.tiny import TINY, words_of_command
 
 COMMANDS = ["", "train", "train video", "train text", "train lm", "evaluate", "compare", "denoise", "reproduce", "info"]
 
@@ -130,7 +130,8 @@ def test_a_wrong_call_is_one_line_and_leaves_nothing(
 def test_settings_that_cannot_be_used_are_one_line_and_leave_no_run(
     call: Call, clip: Path, tmp_path: Path, changes: dict[str, Any], fact: str
 ) -> None:
-    answer = call("train", "video", clip, "--out", tmp_path / "run", *tiny_arguments(**changes, validate_every=6))
+    words = words_of_command(TINY, **changes, validate_every=6)
+    answer = call("train", "video", clip, "--out", tmp_path / "run", *words)
     assert answer.status == 2
     assert fact in answer.err.splitlines()[-1]
     assert answer.err.splitlines()[-1].startswith("cdt-fast: ")
@@ -162,7 +163,7 @@ def test_training_prints_tables_a_verdict_and_the_report(
 ) -> None:
     run, read = tmp_path / "run", Mock(wraps=task.load)
     monkeypatch.setattr(task, "load", read)
-    answer = call("train", "video", clip, "--out", run, *tiny_arguments())
+    answer = call("train", "video", clip, "--out", run, *words_of_command(TINY))
     assert answer.status == 0
     assert read.call_count == 1, "the evaluation reads the data again"
     assert "\r" not in answer.err
@@ -175,7 +176,7 @@ def test_training_prints_tables_a_verdict_and_the_report(
     assert answer.out.splitlines()[-1] == f"report: {run / 'report.html'}"
     names = "config.toml metrics.jsonl model checkpoint evaluation.json report.html frames.safetensors"
     assert {path.name for path in run.iterdir()} == {*names.split()}
-    assert "holds a run already" in call("train", "video", clip, "--out", run, *tiny_arguments()).line()
+    assert "holds a run already" in call("train", "video", clip, "--out", run, *words_of_command(TINY)).line()
 
 
 def test_evaluate_measures_at_the_levels_that_are_given_and_no_more_than_the_limit(
@@ -310,7 +311,7 @@ def test_other_frames_of_the_same_name_are_not_the_same_data(
     source, runs = tmp_path / "clip.npy", [tmp_path / "first", tmp_path / "second"]
     for run, frames in zip(runs, (np.load(clip), np.load(clip)[:, ::-1]), strict=True):
         np.save(source, frames)
-        assert call("train", "video", source, "--out", run, *tiny_arguments()).status == 0
+        assert call("train", "video", source, "--out", run, *words_of_command(TINY)).status == 0
     first, second = (read_json(run / "evaluation.json") for run in runs)
     assert first["test_windows"] == second["test_windows"]
     assert first["baseline_rmse"] != second["baseline_rmse"], "of the other frames"

@@ -37,19 +37,13 @@ def scrolling_clip(frames: int = 60, height: int = 32, width: int = 32) -> np.nd
 
 
 def words_of_command(settings: dict[str, dict[str, Any]], **changes: Any) -> list[str]:
-    """Settings as words of a command line, some replaced or left out (None)."""
+    """Settings as words of a command line, some replaced."""
     values = {name: value for section in settings.values() for name, value in section.items()} | changes
     words = []
-    for name, value in ((name, value) for name, value in values.items() if value is not None):
+    for name, value in values.items():
         option = name.replace("_", "-")
         if isinstance(value, bool):
             words.append(f"--{option}" if value else f"--no-{option}")
         else:
             words.append(f"--{option}={','.join(map(str, value)) if isinstance(value, list) else value}")
     return words
-
-
-def tiny_arguments(**changes: Any) -> list[str]:
-    """The tiny settings as words; no constraints with `constrained=False`."""
-    kept = {name: part for name, part in TINY.items() if name != "constraints" or changes.get("constrained", True)}
-    return words_of_command(kept, **changes)

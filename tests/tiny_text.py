@@ -47,11 +47,11 @@ def write_table(path: Path, count: int = 80, names: tuple[str, str] = ("text", "
     return path
 
 
-def write_instructions(path: Path, count: int = 40) -> Path:
+def write_instructions(path: Path) -> Path:
     """Write a JSON file in Alpaca's form, whose answers repeat a word of the instruction."""
     generator = random.Random(0)
     entries = []
-    for number in range(count):
+    for number in range(40):
         word = generator.choice(_GOOD + _BAD)
         entries.append({"instruction": f"{number:02d}: say {word}.", "input": "", "output": f"{word} {word}"})
     path.write_text(json.dumps(entries), encoding="utf-8")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,9 @@ from cdt_fast.bench.run import SUITES
 from cdt_fast.checks import InputError
 from cdt_fast.files import write_json
 from tests.bench.bench_cases import case_of, fails, steady, unavailable
+from tests.runs import Call
 
 CPU = torch.device("cpu")
-Call = Callable[..., Any]
 EAGER = Implementation("eager", "eager", steady(1.0))
 
 

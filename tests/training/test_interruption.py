@@ -24,7 +24,7 @@ from cdt_fast.training.loop import Interrupted, Trainer
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.video import task as video_task
 from tests.runs import Call, Config, assert_same_runs, evaluate_run, train, trained
-from tests.tiny import tiny_arguments
+from tests.tiny import TINY, words_of_command
 from tests.training.training_cases import Killed, around, signal_after
 
 # Slack, Adam, automatic reference and accumulation, past the step in which the reference is fixed; the three
@@ -203,7 +203,7 @@ def test_a_signal_before_the_first_step_leaves_no_run(
     call: Call, clip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, status: int
 ) -> None:
     monkeypatch.setattr(video_task, "load", lambda *_: signal.raise_signal(number))
-    answer = call("train", "video", clip, "--out", tmp_path / "run", *tiny_arguments())
+    answer = call("train", "video", clip, "--out", tmp_path / "run", *words_of_command(TINY))
     assert (answer.status, answer.err) == (status, f"cdt-fast: stopped by {number.name}\n")
     assert not (tmp_path / "run").exists()
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
