@@ -108,7 +108,6 @@ BAD = [
     ("text", ["TABLE", "--model", "FOLDER"], ["folder: cannot be loaded as a transformers model"]),
     ("text", ["TABLE", "--model", "PICTURES"], ["cannot be loaded as a transformers model", "CLIPConfig", "…)"]),
     ("text", ["FOLDER"], ["holds neither train.tsv"]),
-    ("text", ["LABELS"], ["label", "'maybe'", "'neg', 'pos'"]),
     ("lm", [], ["SOURCE is missing"]),
     ("lm", ["missing.json"], ["missing.json: cannot be read", "No such file"]),
     ("lm", ["INSTRUCTIONS", "--taps", "0,9"], ["taps must be a list of increasing depths between 0 and 2"]),
@@ -150,17 +149,9 @@ def test_bad_input_is_one_line_and_leaves_nothing(
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     source = tmp_path / "sources"
     (source / "folder").mkdir(parents=True)
-    labels = source / "labels"
-    write_table(labels / "train.tsv", names=COLUMNS)
-    (labels / "test.tsv").write_text("review\tsentiment\na film\tmaybe\n")
     (source / "one.tsv").write_text("review\tsentiment\n" + "".join(f"film {n}\tpos\n" for n in range(40)))
-    places = {
-        "TABLE": table,
-        "INSTRUCTIONS": instructions,
-        "FOLDER": source / "folder",
-        "LABELS": labels,
-        "ONE CLASS": source / "one.tsv",
-    }
+    places = {"TABLE": table, "INSTRUCTIONS": instructions}
+    places |= {"FOLDER": source / "folder", "ONE CLASS": source / "one.tsv"}
     for name, build in (("WORDLESS", save_without_tokenizer), ("PICTURES", save_for_pictures)):
         if name in words:
             places[name] = build(source / name.lower())

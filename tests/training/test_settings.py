@@ -188,7 +188,6 @@ def test_what_others_set_for_runs_of_both_kinds_is_not_refused(tmp_path: Path) -
         ('[model]\nmodel = "dusty"\n', ["[model] model must be 'dust', 'ut' or 'vit', got 'dusty'"]),
         ("[training]\nlr = nan\n", ["[training] lr must be a finite number, got nan"]),
         ("[training]\nlr = -0.1\n", ["[training] lr must be greater than or equal to 0, got -0.1"]),
-        ("[training]\nsteps = 0\n", ["[training] steps must be greater than or equal to 1, got 0"]),
         ('preset = "paper-lm"\n', ["preset must be one of video, text, lm, safe, paper-dust", "got 'paper-lm'"]),
         ("preset = [3]\n", ["preset must be one of", "got [3]"]),
         ('preset = "paper-text-ut"\n', ["--preset paper-text-ut is of cdt-fast train text"]),
