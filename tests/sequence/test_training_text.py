@@ -108,30 +108,9 @@ def test_a_guess_knows_the_shares_of_the_classes(tmp_path: Path) -> None:
     assert "not better than a guess among 2" in evaluation["verdict"]
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"rate": 2.0}, r"rate must be a number in \[0, 1\)"),
-        ({"rate": [0.5, 0.1, 0.1]}, "rate"),
-        ({"bounds": {9: 1.0}}, "bounds"),
-        ({"model": "bert", "slack_cost": 0.0}, "slack_cost"),
-        ({"model": "bert", "bounds": {9: -1.0}}, "bounds"),
-        ({"model": "bert", "rate": [0.5, 1.0]}, r"rate\[1\] must be .*\[0, 1\)"),
-        ({"model": "bert", "rate": [0.5, 0.1, 0.1, 0.1]}, "no such file or folder"),
-        ({"model": "bert", "bounds": {9: 1.0}}, "no such file or folder"),
-    ],
-)
-def test_wrong_constraints_are_refused_before_the_texts_are_read(
-    tmp_path: Path, changes: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(InputError, match=message):
-        text.load(settings_for(tmp_path / "none", **changes))
-
-
 @pytest.mark.parametrize(("reference", "used"), [(0.9, 0.9), (5.0, math.log(2))])
 def test_a_row_of_the_paper_keeps_its_own_reference(tmp_path: Path, reference: float, used: float) -> None:
-    (tmp_path / "reviews.tsv").write_text("\n".join("\t".join(row) for row in [("text", "label"), *reviews(80)]))
-    config = settings_for(tmp_path / "reviews.tsv")
+    config = settings_for(write_table(tmp_path / "reviews.tsv"))
     config.use_preset("paper-text-ut")
     config.constraints.reference = reference
     trainer = new_trainer(RunFolder.create(tmp_path / "run", config), config)

@@ -103,6 +103,7 @@ def test_a_preset_is_what_a_file_and_options_go_before(tmp_path: Path) -> None:
 
 IDLE = "has no effect unless"
 NO_CONSTRAINTS = {"constraints": {"constrained": False}}
+BERT = {"model": {"model": "bert"}}
 DEPTH_0 = "must not be of depth 0, which is the noisy input where grids overlap: nothing trains there"
 
 
@@ -136,11 +137,19 @@ DEPTH_0 = "must not be of depth 0, which is the noisy input where grids overlap:
         # What does not fit the network or the data.
         ("video", "paper-dust", {"data": {"size": 30}}, ["multiple of patch"]),
         ("video", None, {"constraints": {"rate": [0.1]}}, ["expected a number, or a sequence of 3"]),
-        ("video", None, {"constraints": {"rate": 1.5}}, ["rate"]),
+        ("video", None, {"constraints": {"rate": 1.5}}, ["rate must be a number in [0, 1)"]),
         ("video", None, {"constraints": {"betas": [0.5]}}, ["betas"]),
         ("video", None, {"constraints": {"bounds": {17: 0.9}}}, ["depth 17, which is not read: the depths are 0 to "]),
         ("video", None, {"constraints": {"bounds": {2: "1.01y"}}}, ["a factor such as"]),
         ("video", "paper-dust", {"constraints": {"reference": None, "coupling": "absolute"}}, ["reference"]),
+        ("text", None, {"constraints": {"rate": [0.5, 0.1]}}, ["expected a number, or a sequence of 3"]),
+        ("text", None, {"constraints": {"bounds": {9: 1.0}}}, ["depth 9, which is not read"]),
+        # The layers of a pretrained model are not known yet.
+        ("text", None, {**BERT, "constraints": {"slack_cost": 0.0}}, ["slack_cost"]),
+        ("text", None, {**BERT, "constraints": {"bounds": {9: -1.0}}}, ["bounds"]),
+        ("text", None, {**BERT, "constraints": {"rate": [0.5, 1.0]}}, ["rate[1] must be", "[0, 1)"]),
+        ("text", None, {**BERT, "constraints": {"rate": [0.5, 0.1, 0.1, 0.1]}}, ["no such file or folder"]),
+        ("text", None, {**BERT, "constraints": {"bounds": {9: 1.0}}}, ["no such file or folder"]),
     ],
 )
 def test_settings_that_do_not_fit_are_refused_before_any_data_are_read(
