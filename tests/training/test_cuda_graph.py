@@ -18,7 +18,7 @@ from cdt_fast.training.optimizer import build_optimizer, load_optimizer_state, s
 from cdt_fast.training.run_folder import RunFolder
 from tests.constraints.constraint_cases import NoHostSync
 from tests.graph_fakes import EagerGraphs, TapeGraphs
-from tests.runs import Config, flat, new_trainer
+from tests.runs import Config, assert_same_runs, flat, new_trainer
 
 
 def test_every_shape_dtype_and_choice_runs_eagerly_then_is_captured_then_replayed() -> None:
@@ -54,11 +54,6 @@ def trainer_for(tiny_config: Config, tmp_path: Path) -> Callable[..., Trainer]:
     return make
 
 
-def same_state(left: Trainer, right: Trainer) -> None:
-    assert all(map(torch.equal, left.model.parameters(), right.model.parameters()))
-    assert flat(left.constraints.state_dict()) == flat(right.constraints.state_dict())
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_captured_training_is_the_eager_one(trainer_for: Callable[..., Trainer], variant: str) -> None:
     """Bit by bit, from warm-up to updates, with the smaller batch that ends an epoch."""
@@ -67,11 +62,7 @@ def test_a_captured_training_is_the_eager_one(trainer_for: Callable[..., Trainer
     for trainer in (captured, eager):
         trainer.run(progress=False)
     assert graphs.asked.count("replay") >= 10
-    same_state(captured, eager)
-    lines = [trainer.folder.read_metrics() for trainer in (captured, eager)]
-    for entry in (*lines[0], *lines[1]):
-        entry.pop("windows_per_second", None)
-    assert lines[0] == lines[1]
+    assert_same_runs(captured.folder, eager.folder)
     assert captured.constraints.multipliers.max() > 0
     if variant == "warm-up, adam":
         # The plain one updates with another kernel and a rate in float64. Measured: weights of 0.3 differ by 4e-7.
@@ -91,7 +82,8 @@ def test_a_captured_training_continues_bit_for_bit(trainer_for: Callable[..., Tr
     first._save_checkpoint()
     second.load(load_checkpoint(first.folder.checkpoint))
     second.run(progress=False)
-    same_state(second, whole)
+    assert all(map(torch.equal, second.model.parameters(), whole.model.parameters()))
+    assert flat(second.constraints.state_dict()) == flat(whole.constraints.state_dict())
 
 
 def test_a_checkpoint_goes_on_where_the_optimizer_works_elsewhere() -> None:
