@@ -40,16 +40,12 @@ def test_what_differs_fails_or_is_missing_is_reported_and_not_timed() -> None:
     assert found["ours"]["over_best_peer"] is None  # none was timed
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_what_is_not_finite_disagrees(bad: float) -> None:
-    assert disagreement([torch.tensor([bad, 1.0])], [torch.ones(2)]) == math.inf
-
-
-def test_every_tensor_is_compared_against_its_own_size() -> None:
+def test_every_tensor_is_compared_against_its_own_size_and_must_be_finite() -> None:
     large, small = torch.full((4,), 1e6), torch.full((4,), 1e-6)
     assert disagreement([large, 1.1 * small], [large, small]) == pytest.approx(0.1)
     assert disagreement([torch.zeros(2)], [torch.zeros(2)]) == 0.0
-    assert disagreement([torch.full((2,), 1e-9)], [torch.zeros(2)]) == math.inf
+    for wrong, expected in (([1e-9, 1e-9], 0.0), ([math.nan, 1.0], 1.0), ([math.inf, 1.0], 1.0)):
+        assert disagreement([torch.tensor(wrong)], [torch.full((2,), expected)]) == math.inf
 
 
 @pytest.mark.parametrize("found", [[torch.ones(3), torch.ones(3)], [torch.ones(1)], []])
