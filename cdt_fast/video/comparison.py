@@ -89,7 +89,9 @@ def compare_denoisers(
     pieces = [torch.stack([torch.from_numpy(middle(frame, _SIDES)) for frame in frames.numpy()]) for frames in whole]
 
     def ours(depth: int, told: bool, frames: Tensor, sigma: float) -> Tensor:
-        return Denoising(model, settings, depth, sigma if told else None).luma(frames)
+        given = (LEVELS * frames[..., None]).round().to(torch.uint8).numpy()
+        denoising = Denoising(model, settings, depth, sigma if told else None)
+        return torch.stack(list(denoising.exact(given))).squeeze(-1).cpu()
 
     named = peers()
     named |= {f"cdt_fast, {n} of {model.layers} layers": partial(ours, n, True) for n in range(1, model.layers + 1)}

@@ -4,7 +4,7 @@ import os
 import sys
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain, groupby, islice
 from operator import itemgetter
@@ -18,7 +18,7 @@ from torch.nn.functional import adaptive_avg_pool2d, avg_pool2d, interpolate
 
 from cdt_fast.checks import InputError, check_integer, check_number, printable
 from cdt_fast.files import replaced_atomically
-from cdt_fast.models import DenoisingDUST, DenoisingViT
+from cdt_fast.models import DenoisingViT
 from cdt_fast.ops.products import cpu_has_bf16_products
 from cdt_fast.progress import progress_bar
 from cdt_fast.tasks import open_run
@@ -53,25 +53,16 @@ class Denoising:
 
     def frames(self, frames: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
         """Yield the denoised frames, uint8 `[h, w, channels]`, one for each of `frames`."""
-        for frame in self._scenes(frames, self._window):
+        for frame in self.exact(frames):
             yield (frame * LEVELS).round_().clamp_(0, 255).to(torch.uint8).cpu().numpy()
 
-    def luma(self, frames: Tensor) -> Tensor:
-        """Denoise a gray clip `[T, h, w]` in [0, 1]."""
-
-        def window(part: np.ndarray, copies: float = 1.0) -> Tensor:
-            noisy = torch.from_numpy(part).to(device_of(self.model))[None]
-            return self._unclipped(self.plane(noisy, copies), noisy)[0].cpu()
-
-        return torch.stack(list(self._scenes(frames.numpy(), window)))
-
-    def _scenes(self, frames: Iterable[np.ndarray], denoised: Callable[..., Tensor]) -> Iterator[Tensor]:
-        """Yield what `denoised` makes of each scene: a window across a cut leaves a ghost of one in the other."""
+    def exact(self, frames: Iterable[np.ndarray]) -> Iterator[Tensor]:
+        """Yield what `frames` rounds, in [0, 1]. A window across a cut leaves a ghost of one scene in the other."""
         for _, scene in groupby(_with_scene(frames), itemgetter(0)):
-            yield from self._joined((frame for _, frame in scene), denoised)
+            yield from self._joined(frame for _, frame in scene)
 
-    def _joined(self, frames: Iterable[np.ndarray], denoised: Callable[..., Tensor]) -> Iterator[Tensor]:
-        """Yield what `denoised` makes of windows, of frames in two of them a mixture."""
+    def _joined(self, frames: Iterable[np.ndarray]) -> Iterator[Tensor]:
+        """Yield what `_window` makes of windows of a scene, of frames in two of them a mixture."""
         size, trained = self.settings.data.patch_frames, self.settings.data.window
         # Of crops two windows share frames, as these are best in the middle of one.
         length, shared = (int(_LONGER * trained) // size * size, size // 2) if self.settings.crops else (trained, 0)
@@ -81,7 +72,7 @@ class Denoising:
         halves = max(trained, -(-(count + shared) // (2 * size)) * size)
         length = min(length, halves if count > length else count // size * size)
         if not length:  # repeated until they fill a patch
-            yield from denoised(np.stack((begin * size)[:size]), size / len(begin))[: len(begin)]
+            yield from self._window(np.stack((begin * size)[:size]), size / len(begin))[: len(begin)]
             return
         held: list[np.ndarray] = []  # from the first frame of a window on
         before: list[np.ndarray] = []
@@ -95,14 +86,14 @@ class Denoising:
         for frame in chain(begin, rest):
             held.append(frame)
             if len(held) == length:
-                result = mixed(denoised(np.stack(held)))
+                result = mixed(self._window(np.stack(held)))
                 yield from result[: length - shared]
                 before, held, former = held, held[length - shared :], result[length - shared :]
         if len(held) == len(former):
             yield from former
         else:  # filled up with frames from before, so that the rest too has the context the model was trained with
             end, fill = length - shared, max(min(length, trained) - len(held), -len(held) % size)
-            yield from mixed(denoised(np.stack([*before[end - fill : end], *held]))[fill:])
+            yield from mixed(self._window(np.stack([*before[end - fill : end], *held]))[fill:])
 
     def _window(self, frames: np.ndarray, copies: float = 1.0) -> Tensor:
         """Denoise a window, in which so many frames are the same one, with the same noise; `[T, h, w, channels]`."""
@@ -111,22 +102,19 @@ class Denoising:
             # A gray video in a file of colors is one plane: brightness of three would have its noise √3 times.
             frames = frames[..., :1]
         given = torch.from_numpy(frames).to(device_of(self.model)).permute(3, 0, 1, 2).to(torch.float32) / LEVELS
-        noise, colored = None, len(given) == 3 and self.settings.crops
-        planes = (to_opponent(given) if colored else given).unsqueeze(1)
-        if self.settings.crops:
-            noise = self._noise(planes[0])
-            self.found.append(noise.deviation * LEVELS)
         # A plane at a time: at full size the codes of one are large enough.
-        whole = 1 if colored else len(planes)
-        shown = [self.plane(plane, copies, noise) for plane in planes[:whole]]
-        shown += [self._color(plane, copies) for plane in planes[whole:]]
-        result = self._unclipped(from_opponent(torch.cat(shown)) if colored else torch.cat(shown), given)
+        if not self.settings.crops:
+            result = torch.cat([self.plane(plane, 1.0, Noise(0.0, WHITE)) for plane in given.unsqueeze(1)])
+        else:
+            colored = len(given) == 3
+            brightness, *colors = (to_opponent(given) if colored else given).unsqueeze(1)
+            noise = estimated_noise(brightness, None if self.sigma is None else self.sigma / LEVELS)
+            self.found.append(noise.deviation * LEVELS)
+            result = torch.cat([self.plane(brightness, copies, noise), *(self._color(each, copies) for each in colors)])
+            result = from_opponent(result) if colored else result
+            if self.depth > 0:
+                result = torch.stack([unclipped(*each) for each in zip(result, given, strict=True)])
         return result.expand(channels, -1, -1, -1).permute(1, 2, 3, 0)
-
-    def _unclipped(self, planes: Tensor, noisy: Tensor) -> Tensor:
-        if not self.settings.crops or self.depth == 0:
-            return planes
-        return torch.stack([unclipped(*each) for each in zip(planes, noisy, strict=True)])
 
     def _color(self, plane: Tensor, copies: float) -> Tensor:
         """Denoise a difference of colors `[1, T, h, w]`: at half its size where a file has no more, as most.
@@ -140,21 +128,13 @@ class Denoising:
         shown = self.plane(part, copies, Noise(deviation, found.blur), few_grids=True)
         return shown if whole else plane + interpolate(shown - half, plane.shape[-2:])
 
-    def _noise(self, plane: Tensor) -> Noise:
-        """Return the noise of a plane, as strong as `sigma` says where it is given."""
-        return estimated_noise(plane, None if self.sigma is None else self.sigma / LEVELS)
-
     @torch.no_grad()
-    def plane(
-        self, frames: Tensor, copies: float = 1.0, noise: Noise | None = None, *, few_grids: bool = False
-    ) -> Tensor:
-        """Denoise a plane `[1, T, h, w]` of a window; its noise where it is not known already is that of `_noise`."""
-        data, deviation, blur = self.settings.data, frames.new_zeros(1), WHITE
-        if isinstance(self.model, DenoisingDUST):
-            strength, blur = self._noise(frames) if noise is None else noise
-            # In the codes that the same noise adds up in, its deviation grows with the root of their number.
-            deviation = frames.new_full((1,), copies**0.5 * strength)
-        elif isinstance(self.model, DenoisingViT) and any(
+    def plane(self, frames: Tensor, copies: float, noise: Noise, *, few_grids: bool = False) -> Tensor:
+        """Denoise a plane `[1, T, h, w]` of a window with this noise, of which a network for crops is told."""
+        data, (strength, blur) = self.settings.data, noise
+        # In the codes that the same noise adds up in, its deviation grows with the root of their number.
+        deviation = frames.new_full((1,), copies**0.5 * strength)
+        if isinstance(self.model, DenoisingViT) and any(
             -(-length // data.patch) * data.patch != data.size for length in frames.shape[-2:]
         ):
             size = f"{frames.shape[-1]}x{frames.shape[-2]}"
@@ -184,10 +164,9 @@ def _with_scene(frames: Iterable[np.ndarray]) -> Iterator[tuple[int, np.ndarray]
         former, areas = areas, None
         if frame is not None:
             held.append(frame)
-            green = (frame if frame.ndim == 2 else frame[..., frame.shape[-1] // 2]).astype(np.float32)
+            green = frame[..., frame.shape[-1] // 2].astype(np.float32)
             rows, columns = (min(16, -(-side // 8)) for side in green.shape)
-            areas = adaptive_avg_pool2d(torch.from_numpy(green)[None], (rows, columns))
-            areas /= LEVELS if frame.dtype == np.uint8 else 1
+            areas = adaptive_avg_pool2d(torch.from_numpy(green)[None], (rows, columns)) / LEVELS
         changes.append(0.0 if former is None or areas is None else (areas - former).abs().mean().item())
         if number >= near:
             *_, second, first = sorted(changes)

@@ -29,7 +29,7 @@ from cdt_fast.video.data import open_source, to_patches
 from cdt_fast.video.data.crops import to_opponent
 from cdt_fast.video.denoising import Denoising, _with_scene, denoise_video
 from cdt_fast.video.networks import SHIPPED, build_network, load_network
-from cdt_fast.video.noise import Noise
+from cdt_fast.video.noise import WHITE, Noise
 from cdt_fast.video.settings import VideoSettings
 from cdt_fast.video.task import build, load
 from cdt_fast.video.writing import CONTAINERS
@@ -206,41 +206,41 @@ def test_a_few_frames_lose_their_noise_too(count: int) -> None:
 def test_windows_share_frames(count: int) -> None:
     """Windows of 12, of a model trained on 8, share two frames, of which the later one has a third and two thirds."""
     settings = VideoSettings.chosen({"data": {"window": 8}})
-    model, noisy = build_network(settings), torch.rand(count, 24, 24, generator=torch.Generator().manual_seed(0))
-    denoising, length = Denoising(model, settings, 3, 20.0), 12
+    noisy = np.random.default_rng(0).integers(0, 256, (count, 24, 24, 1), np.uint8)
+    denoising, length = Denoising(build_network(settings), settings, 3, 20.0), 12
     if count <= 12:
         length = count // 4 * 4
     elif count <= 14:  # two of the same length
         length = 8
-    expected = torch.zeros_like(noisy)
+    expected = torch.zeros(noisy.shape)
     for begin in range(0, count - 2, length - 2):
         # The last one is shorter or begins earlier: as many patches as hold its frames, and no fewer than in training.
         part = min(length, max(8, -(-(count - begin) // 4) * 4), count // 4 * 4)
         start = min(begin, count - part)
-        window = denoising.plane(noisy[None, start : start + part])[0, begin - start :]
+        window = denoising._window(noisy[start : start + part])[begin - start :]
         shares = torch.tensor([1 / 3, 2 / 3] if begin else [1.0, 1.0])
         for place, share in zip(range(begin, start + part), (*shares, *[1.0] * 10), strict=False):
             expected[place] = share * window[place - begin] + (1 - share) * expected[place]
-    torch.testing.assert_close(denoising.luma(noisy), expected)
+    torch.testing.assert_close(torch.stack(list(denoising.exact(noisy))), expected)
 
 
 @pytest.mark.parametrize("cut", [1, 5, 13, 27, 29])
 def test_windows_end_at_a_cut(cut: int) -> None:
     """Of a scene no frame has a ghost of the other, wherever the cut is."""
     settings = VideoSettings.chosen({})
-    generator = torch.Generator().manual_seed(0)
-    noisy = 0.1 * torch.randn(30, 24, 40, generator=generator) + torch.linspace(0.2, 0.7, 40)
-    noisy[cut:] = noisy[cut:].flip(-1)
+    noise = 25 * np.random.default_rng(0).standard_normal((30, 24, 40))
+    noisy = (noise + np.linspace(50, 180, 40)).clip(0, 255).astype(np.uint8)[..., None]
+    noisy[cut:] = noisy[cut:, :, ::-1]
     denoising = Denoising(build_network(settings), settings, 3, 25.0)
-    expected = torch.cat([denoising.luma(noisy[:cut]), denoising.luma(noisy[cut:])])
-    torch.testing.assert_close(denoising.luma(noisy), expected, atol=0, rtol=0)
+    expected = [*denoising.frames(noisy[:cut]), *denoising.frames(noisy[cut:])]
+    np.testing.assert_array_equal(list(denoising.frames(noisy)), expected)
 
 
 @pytest.mark.parametrize("repeated", [1, 3, 6, 12])
 def test_a_flash_and_fast_motion_are_no_cuts(repeated: int) -> None:
     clip = scrolling_clip(180, 64, 64)[::9].repeat(repeated, 0)
     clip[7:9] = 255
-    assert {scene for scene, _ in _with_scene(clip)} == {0}
+    assert {scene for scene, _ in _with_scene(clip[..., None])} == {0}
 
 
 @pytest.mark.parametrize("side", [1, 2, 8, 32])
@@ -265,12 +265,13 @@ def test_large_frames_are_denoised_by_bands_of_rows(monkeypatch: pytest.MonkeyPa
     """A layer sees no further than its patches reach, and so a band with enough around it is as the whole."""
     settings = VideoSettings.chosen({"model": {"layers": 3}})
     model, noisy = build_network(settings), torch.rand(1, 8, 85, 40, generator=torch.Generator().manual_seed(0))
+    noise = Noise(20 / 255, (0.1, 0.1))
     for depth in (1, 3):
-        denoising = Denoising(model, settings, depth, 20.0)
-        whole = denoising.plane(noisy, few_grids=few)
+        denoising = Denoising(model, settings, depth)
+        whole = denoising.plane(noisy, 1.0, noise, few_grids=few)
         for rows in (1, 16, 84):
             monkeypatch.setattr("cdt_fast.video.denoising._PIXELS_AT_ONCE", rows * 8 * 40)
-            torch.testing.assert_close(denoising.plane(noisy, few_grids=few), whole, rtol=0, atol=2e-6)
+            torch.testing.assert_close(denoising.plane(noisy, 1.0, noise, few_grids=few), whole, rtol=0, atol=2e-6)
         monkeypatch.undo()
 
 
@@ -278,12 +279,10 @@ def test_large_frames_are_denoised_by_bands_of_rows(monkeypatch: pytest.MonkeyPa
 def test_blurred_noise_is_removed_as_what_it_is(sigma: float | None) -> None:
     clean = torch.from_numpy(scrolling_clip(12, 96, 96)) / 510 + 0.25
     white = torch.randn(12, 98, 98, generator=torch.Generator().manual_seed(0)) * 38 / 255
-    noisy = clean + avg_pool2d(avg_pool2d(white, 2, 1), 2, 1)  # a = 1/4, deviation 14
-    model, settings = load_network(SHIPPED), VideoSettings()
-    found = Denoising(model, settings, 3, sigma).luma(noisy)
-    as_white = [
-        Denoising(model, settings, 3).plane(noisy[None], 1.0, Noise(level / 255, (0.0, 0.0)))[0] for level in (16, 20)
-    ]
+    noisy = (clean + avg_pool2d(avg_pool2d(white, 2, 1), 2, 1)).mul(255).round() / 255  # a = 1/4, deviation 14
+    denoising = Denoising(load_network(SHIPPED), VideoSettings(), 3, sigma)
+    found = torch.stack(list(denoising.exact((255 * noisy[..., None]).byte().numpy()))).squeeze(-1)
+    as_white = [denoising.plane(noisy[None], 1.0, Noise(level / 255, WHITE))[0] for level in (16, 20)]
     errors = [(each - clean).square().mean() for each in (found, *as_white)]
     assert errors[0] < 0.6 * min(errors[1:])
 
