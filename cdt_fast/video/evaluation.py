@@ -16,7 +16,7 @@ from cdt_fast.progress import progress_bar
 from cdt_fast.training.results import Evaluation, per_sample_statistics
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.video.data.windows import VideoData, Windows
-from cdt_fast.video.networks import Denoiser, device_of, reconstructed, training_input
+from cdt_fast.video.networks import Denoiser, device_of, reconstructed, tokens_of
 from cdt_fast.video.noise import LEVELS, noisy_batches, unit_noise_batches
 from cdt_fast.video.quality import BASELINES
 from cdt_fast.video.settings import VideoSettings
@@ -84,9 +84,9 @@ def measure(
 def mean_rmse(
     model: Denoiser, windows: Windows, settings: VideoSettings, sigma: float, autocast: torch.dtype | None
 ) -> float:
-    """Return the headline of `VideoEvaluation` on these windows."""
-    # Of crops the last depth alone would be another estimate, of fewer grids.
-    denoise = _depths(model, settings, autocast, only_last=not settings.crops)
+    """Return the headline of `VideoEvaluation` on these windows, by the last depth alone; not for crops, where that is
+    another estimate, of fewer grids."""
+    denoise = _depths(model, settings, autocast, only_last=True)
     rmse = _measured(denoise, windows, sigma, settings, device_of(model), shown=False)
     return sum(depths[-1] for depths in rmse) / len(rmse)
 
@@ -153,15 +153,13 @@ def losses_of_samples(model: Denoiser, windows: Windows, settings: VideoSettings
     """Return the losses `[L+1, samples]` of every single sequence, or every window of crops, at the training noise."""
     device, dtype, losses = device_of(model), next(model.parameters()).dtype, list[Tensor]()
     for noisy, clean, deviation in noisy_batches(windows, settings.noise, sigma, device, dtype):
-        given, target = (training_input(frames, settings) for frames in (noisy, clean))
-        unit: Any = 1.0
         if isinstance(model, DenoisingDUST):
             pixels = settings.data.patch_frames * settings.data.patch**2
             depths, unit = reconstructed(model, settings, noisy, deviation), deviation.square()
             squares = [pixels * (frames - clean).square().mean((1, 2, 3)) for frames in depths]
         else:
+            given, target = (tokens_of(frames, settings) for frames in (noisy, clean))
             squares = [(tokens - target).square().sum(-1).mean(-1) for tokens in model.reconstructions(given)]
-        if settings.sequence == "space":
-            unit = target.shape[-1]  # a vit's losses are means over the pixels of a patch
+            unit = target.shape[-1] if settings.sequence == "space" else 1  # a vit's are means over a patch's pixels
         losses.append(torch.stack(squares).to(torch.float64) / unit)
     return torch.cat(losses, dim=1)

@@ -83,11 +83,6 @@ def tokens_of(frames: Tensor, settings: VideoSettings) -> Tensor:
     return to_patches(frames, settings.data.patch, settings.sequence, settings.data.patch_frames)
 
 
-def training_input(frames: Tensor, settings: VideoSettings) -> Tensor:
-    """Return what losses are of: frames `[b, T, h, w]` as they are for crops, else their tokens."""
-    return frames if settings.crops else tokens_of(frames, settings)
-
-
 @contextmanager
 def _workers(wanted: bool) -> Iterator[tuple[int, Callable[..., Iterable[Any]]]]:
     """Yield how many threads of Python there are, without gradients, and `map` over them: two, with half of torch's
@@ -218,7 +213,7 @@ class ReconstructionLosses(nn.Module):
         self.model, self._autocast, self._settings = model, autocast, settings
 
     def forward(self, noisy: Tensor, clean: Tensor, deviation: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
-        """Return `(total, per_depth)` as `DUST.layer_losses`, of what `training_input` gives, and deviations `[b]`."""
+        """Return `(total, per_depth)` as `DUST.layer_losses`, of tokens, or of frames for crops; deviations `[b]`."""
         # Without autocast's cache: a copy of the weights that outlives a capture would be read at the next one.
         narrow = torch.autocast(noisy.device.type, self._autocast, cache_enabled=False) if self._autocast else None
         with narrow or nullcontext():

@@ -28,7 +28,7 @@ from cdt_fast.video.networks import (
     device_of,
     load_network,
     shipped_network,
-    training_input,
+    tokens_of,
 )
 from cdt_fast.video.noise import LEVELS, add_noise_by_window
 from cdt_fast.video.settings import VideoSettings
@@ -83,7 +83,8 @@ class VideoWorkload:
         """Return noisy and clean tokens of windows (frames for crops), and each window's noise."""
         windows, seeds = zip(*chosen, strict=True)
         frames = to_device(self._data.train.augmented(windows, seeds), device)
-        clean = training_input(frames.to(next(self.model.parameters()).dtype) / LEVELS, self._settings)
+        frames = frames.to(next(self.model.parameters()).dtype) / LEVELS
+        clean = frames if self._settings.crops else tokens_of(frames, self._settings)
         noisy, deviation = add_noise_by_window(clean, self._settings.noise, self._data.sigma, self._noise, seeds)
         return noisy, clean, deviation
 

@@ -23,7 +23,6 @@ from cdt_fast.video.data.windows import DecodedClip, Part, VideoData, Windows, l
 from cdt_fast.video.evaluation import baseline_errors, losses_of_samples, mean_rmse, measure
 from cdt_fast.video.figures import keep_frames
 from cdt_fast.video.networks import build_network
-from cdt_fast.video.noise import noisy_batches
 from cdt_fast.video.quality import THRESHOLD_FACTOR, dct3d_denoise
 from cdt_fast.video.settings import VideoSettings
 from tests.runs import Config, evaluate_run, load_data
@@ -111,15 +110,6 @@ def test_every_number_is_that_of_its_definition(tiny_config: Config, longer: Pat
     assert found["parameters"] == sum(map(torch.numel, model.parameters()))
 
 
-def test_validation_on_crops_measures_what_the_evaluation_does() -> None:
-    """By itself, the last depth is an estimate of fewer grids."""
-    config = VideoSettings.chosen({"model": {"layers": 2}})
-    windows = Windows([DecodedClip("clip", scrolling_clip(8, 32, 32))], [Part(0, 0, 8)], 8, 32)
-    data, model = VideoData(windows, windows, windows, 1 / 255, "", {}), build_network(config)
-    expected = measure(model, data, config)["mean_rmse"]
-    assert mean_rmse(model, windows, config, data.sigma, None) == pytest.approx(expected, rel=1e-6)
-
-
 class _Perfect(DUST):
     """Answers with the clean frames at every depth."""
 
@@ -152,23 +142,6 @@ def test_flat_patches_without_noise_do_not_spoil_the_statistics(tiny_config: Con
     assert found["baseline_rmse"]["identity"][0] == 0.0
     assert 0 < found["per_sample"]["mean_ratio"] < 2
     json.dumps(found, allow_nan=False)
-
-
-def test_validation_losses_are_means_over_all_tokens(tiny_config: Config, longer: Path) -> None:
-    config = tiny_config(source=str(longer))
-    data = load_data(config)
-    model = DUST(64, 64, 2)
-    found = losses_of_samples(model, data.train, config, data.sigma).mean(1).tolist()
-    single = []
-    batches = noisy_batches(data.train, (0.15, 0.15), data.sigma, torch.device("cpu"))
-    frames, cleans = (torch.cat(parts) for parts in list(zip(*batches, strict=True))[:2])
-    for noisy, clean in zip(frames.split(2), cleans.split(2), strict=True):
-        tokens = to_patches(noisy, 8, "time")
-        with torch.no_grad():
-            losses = model.layer_losses(tokens, to_patches(clean, 8, "time"))[1]
-        single.append(losses.double() * len(tokens))
-    total = 16 * len(data.train)
-    assert found == pytest.approx((torch.stack(single).sum(0) / total).tolist(), rel=1e-5)
 
 
 def test_the_final_model_is_judged_as_in_its_training(trained: Any) -> None:
