@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
 from cdt_fast.files import read_json
 from cdt_fast.models import DUST
@@ -29,21 +27,6 @@ from tests.runs import Config, evaluate_run, load_data
 from tests.tiny import scrolling_clip
 
 
-@pytest.fixture(scope="module")
-def longer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A clip long enough for two test windows, of 24x40 frames that are no multiple of anything but the patch."""
-    path = tmp_path_factory.mktemp("clips") / "longer.npy"
-    np.save(path, scrolling_clip(130, 24, 40))
-    return path
-
-
-def evaluated(model: DUST, config: VideoSettings) -> dict[str, Any]:
-    data = load_data(config)
-    alone = RunFolder(Path("/nowhere/run"))
-    baselines = {"baseline_rmse": baseline_errors(alone, data, config, torch.device("cpu"))}
-    return judged(measure(model, data, config) | baselines, config, build_constraints(config, model.layers))
-
-
 def test_the_frames_that_a_report_shows_have_detail_and_are_what_is_measured(tmp_path: Path) -> None:
     config = VideoSettings.chosen({"model": {"layers": 1}})
     detailed, flat = scrolling_clip(8, 32, 32), np.full((8, 32, 32), 100, np.uint8)
@@ -62,15 +45,18 @@ def test_the_frames_that_a_report_shows_have_detail_and_are_what_is_measured(tmp
 
 
 @pytest.mark.parametrize(("name", "sequence"), [("dust", "time"), ("vit", "space")])
-def test_every_number_is_that_of_its_definition(tiny_config: Config, longer: Path, name: str, sequence: Any) -> None:
-    config = tiny_config(source=str(longer), reference=2.0, model=name, width=8)
+def test_every_number_is_that_of_its_definition(tiny_config: Config, tmp_path: Path, name: str, sequence: Any) -> None:
+    # Long enough for two test windows, of frames that are no multiple of anything but the patch.
+    np.save(tmp_path / "longer.npy", scrolling_clip(130, 24, 40))
+    config = tiny_config(source=str(tmp_path / "longer.npy"), reference=2.0, model=name, width=8)
     torch.manual_seed(0)
     model: Any = build_network(config)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1 + 0.05 * torch.randn_like(parameter))
     data = load_data(config)
-    found = evaluated(model, config)
+    baselines = {"baseline_rmse": baseline_errors(RunFolder(tmp_path / "run"), data, config, torch.device("cpu"))}
+    found = judged(measure(model, data, config) | baselines, config, build_constraints(config, model.layers))
     assert len(data.test) == 2
     assert found["test_windows"] == [list(data.test.name(index)) for index in range(2)]
     assert found["sigma"] == data.sigma
@@ -108,40 +94,6 @@ def test_every_number_is_that_of_its_definition(tiny_config: Config, longer: Pat
     assert found["mean_rmse"] == sum(found["rmse"]) / 2
     assert mean_rmse(model, data.test, config, data.sigma, None) == pytest.approx(found["mean_rmse"], rel=1e-6)
     assert found["parameters"] == sum(map(torch.numel, model.parameters()))
-
-
-class _Perfect(DUST):
-    """Answers with the clean frames at every depth."""
-
-    answer: Tensor
-
-    def reconstructions(self, noisy: Tensor) -> list[Tensor]:
-        return [self.answer] * (self.layers + 1)
-
-
-def test_a_perfect_model_has_no_error(tiny_config: Config) -> None:
-    config = tiny_config()
-    model = _Perfect(64, 64, 2)
-    data = load_data(config)
-    model.answer = to_patches(data.test.batch([0]).float() / 255, 8, "time")
-    found = evaluated(model, config)
-    assert found["rmse"] == [0.0, 0.0]
-    assert found["layer_loss"] == [0.0, 0.0, 0.0]
-    assert found["layer_ratio"] == [None, None]
-    assert found["per_sample"]["mean_ratio"] is None
-    json.dumps(found, allow_nan=False)
-
-
-def test_flat_patches_without_noise_do_not_spoil_the_statistics(tiny_config: Config, tmp_path: Path) -> None:
-    """A black border is reconstructed exactly where there is no noise: its ratios are 0/0."""
-    clip = scrolling_clip()
-    clip[:, :8] = 0
-    np.save(tmp_path / "border.npy", clip)
-    config = tiny_config(source=str(tmp_path / "border.npy"), gamma=0.0, gammas=[0.0, 0.5])
-    found = evaluated(DUST(64, 64, 2), config)
-    assert found["baseline_rmse"]["identity"][0] == 0.0
-    assert 0 < found["per_sample"]["mean_ratio"] < 2
-    json.dumps(found, allow_nan=False)
 
 
 def test_the_final_model_is_judged_as_in_its_training(trained: Any) -> None:
