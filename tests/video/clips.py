@@ -62,6 +62,12 @@ def colored(count: int, height: int, width: int) -> np.ndarray:
     return np.stack([gray, gray[:, ::-1], 255 - gray], axis=-1)
 
 
+def moving(count: int) -> np.ndarray:
+    """uint8 [count, 32, 48, 3]: a texture that scrolls."""
+    picture = np.random.default_rng(0).integers(0, 256, (32, 48, 3), dtype=np.uint8)
+    return np.stack([np.roll(picture, index, axis=1) for index in range(count)])
+
+
 def plain(level: int, height: int = 32, width: int = 48) -> np.ndarray:
     """A frame of one gray."""
     return np.full((height, width, 3), level, np.uint8)
