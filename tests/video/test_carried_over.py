@@ -337,13 +337,6 @@ def test_names_of_tracks_come_through(tmp_path: Path, suffix: str, lost: list[st
         assert names == ["in eng", "in deu"]
 
 
-@pytest.mark.parametrize(("suffix", "lost"), [(".mp4", ["sound before the first frame"]), (".mkv", [])])
-def test_sound_before_the_first_frame_is_kept_or_named(tmp_path: Path, suffix: str, lost: list[str]) -> None:
-    path = recorded(tmp_path / "in.mkv", [time + 1 for time in EVEN], "aac")
-    said = [f"does not come through: {name}" for name in lost]
-    assert denoised(path, tmp_path / f"out{suffix}")["notes"] == said
-
-
 def test_a_tag_in_latin_1_comes_through(tmp_path: Path) -> None:
     def named(container: Any) -> Any:
         container.metadata["title"] = "Tape #"
