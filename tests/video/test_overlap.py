@@ -20,12 +20,9 @@ from cdt_fast.video.settings import VideoSettings
 from cdt_fast.video.task import load
 
 
-def denoiser(**changes: Any) -> VideoSettings:
+def denoiser() -> VideoSettings:
     model = {"code_size": 256, "scratch": True}
-    settings = VideoSettings.chosen({"data": {"size": 16, "window": 8}, "model": model})
-    for name, value in changes.items():
-        settings.set("data" if name == "frames" else "model", name, value)
-    return settings
+    return VideoSettings.chosen({"data": {"size": 16, "window": 8}, "model": model})
 
 
 def network_of(settings: VideoSettings) -> DenoisingDUST:
