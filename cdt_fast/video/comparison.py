@@ -58,8 +58,7 @@ class Comparison(NamedTuple):
     measured: list[Measured]
     sigmas: Sequence[float]
     of_cameras: Sequence[float]
-    clean: Tensor  # the frame that is shown of each
-    size: tuple[int, int]  # rows and columns that the rates are of
+    clean: Tensor  # the frame that is shown of each, whole, as the rates are of
 
 
 def read_clips(sources: Sequence[str]) -> list[tuple[str, Iterable[np.ndarray], int]]:
@@ -115,12 +114,13 @@ def compare_denoisers(
         denoised = denoise(noisy, level)
         rate = len(noisy) / (time.perf_counter() - begin)
         measured.append(Measured(name, psnrs, alike, rate, denoised[len(denoised) // 2]))
-    return Comparison(measured, at, of_cameras, whole[0][middle_frame], (whole[0].shape[1], whole[0].shape[2]))
+    return Comparison(measured, at, of_cameras, whole[0][middle_frame])
 
 
 def as_table(found: Comparison) -> list[list[str]]:
     """Return rows of words, the heading first."""
-    rate = f"frames a second at {found.size[1]}x{found.size[0]}"
+    height, width = found.clean.shape
+    rate = f"frames a second at {width}x{height}"
     cameras, white = [f"a camera's, σ {sigma:g}" for sigma in found.of_cameras], len(found.sigmas)
     rows = [["PSNR in dB", *(f"σ {sigma:g}" for sigma in found.sigmas), "mean", "SSIM", *cameras, rate]]
     for number, one in enumerate(found.measured):

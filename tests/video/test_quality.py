@@ -62,7 +62,6 @@ def test_a_run_is_compared_with_other_denoisers_on_clips_of_anyone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     np.save(tmp_path / "clip.npy", scrolling_clip(20, 40, 50))
-    np.save(tmp_path / "short.npy", scrolling_clip(3, 40, 50))
     settings = VideoSettings.chosen({"data": {"window": 8}})
     model = DenoisingDUST(layers=2)
     found = compare_denoisers(model, settings, read_clips([str(tmp_path / "clip.npy")]), [20.0, 50.0])
@@ -94,20 +93,16 @@ def test_a_run_is_compared_with_other_denoisers_on_clips_of_anyone(
     text = (tmp_path / "clips.html").read_text()
     assert text.count("<tr>") == 1 + len(found.measured)
     assert "No picture: drawing a report needs the package" in text
-    np.save(tmp_path / "low.npy", scrolling_clip(20, 12, 50))
-    with pytest.raises(InputError, match=r"low\.npy: is 50x12, and clips of at least 16x16 are measured"):
-        compare_denoisers(model, VideoSettings(), read_clips([str(tmp_path / "low.npy")]), [20.0])
-    with pytest.raises(InputError, match=r"short\.npy: has 3 frames"):
-        compare_denoisers(model, VideoSettings(), read_clips([str(tmp_path / "short.npy")]), [20.0])
+    with pytest.raises(InputError, match="low: is 50x12, and clips of at least 16x16 are measured"):
+        compare_denoisers(model, VideoSettings(), [("low", scrolling_clip(20, 12, 50), 20)])
+    with pytest.raises(InputError, match="short: has 3 frames"):
+        compare_denoisers(model, VideoSettings(), [("short", scrolling_clip(3, 40, 50), 3)])
     whole = VideoSettings.chosen({"data": {"frames": "resized"}})
     with pytest.raises(InputError, match="--clips compares a network for crops"):
         compare_denoisers(DUST(64, 64, 1), whole, [], [20.0])
 
 
-def test_of_a_camera_s_noise_filters_are_told_what_is_best_for_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    np.save(tmp_path / "clip.npy", scrolling_clip(16, 40, 50))
+def test_of_a_camera_s_noise_filters_are_told_what_is_best_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[float] = []
     shown: list[torch.Tensor] = []
     named = {
@@ -115,7 +110,7 @@ def test_of_a_camera_s_noise_filters_are_told_what_is_best_for_them(
         "ffmpeg, bm3d": lambda frames, s: given.append(s) or frames,
     }
     monkeypatch.setattr("cdt_fast.video.comparison.peers", lambda: named)
-    compare_denoisers(DenoisingDUST(layers=1), VideoSettings(), read_clips([str(tmp_path / "clip.npy")]), [20.0])
+    compare_denoisers(DenoisingDUST(layers=1), VideoSettings(), [("clip", scrolling_clip(16, 40, 50), 16)], [20.0])
     assert given == [20.0, pytest.approx(14.0), 20.0]  # white, a camera's, and what is timed
     assert all(torch.equal((255 * frames).round().clamp(0, 255) / 255, frames) for frames in shown)  # as of a file
 
