@@ -9,8 +9,11 @@ from typing import Any
 
 import av
 import numpy as np
+import pytest
 import torch
+from PIL import Image
 
+from cdt_fast.checks import InputError
 from cdt_fast.models import DUST
 from cdt_fast.video.denoising import denoise_video
 from cdt_fast.video.settings import VideoSettings
@@ -66,6 +69,27 @@ def moving(count: int) -> np.ndarray:
     """uint8 [count, 32, 48, 3]: a texture that scrolls."""
     picture = np.random.default_rng(0).integers(0, 256, (32, 48, 3), dtype=np.uint8)
     return np.stack([np.roll(picture, index, axis=1) for index in range(count)])
+
+
+def write_folder(folder: Path, count: int = 12, suffix: str = "png") -> Path:
+    """Save the pictures of `moving`, from 1 on."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, frame in enumerate(moving(count), 1):
+        Image.fromarray(frame).save(folder / f"{number}.{suffix}")
+    return folder
+
+
+def refused(path: Path, *facts: str, by: Callable[[], object]) -> None:
+    """Call something, and expect one line of InputError that names the path and every fact."""
+    with pytest.raises(InputError) as caught:
+        by()
+    message = str(caught.value)
+    assert str(path) in message
+    assert "\n" not in message
+    # The folder of a test is called after the test, and would often hold the fact.
+    told = message.replace(str(path), "", 1)
+    for fact in facts:
+        assert fact in told
 
 
 def plain(level: int, height: int = 32, width: int = 48) -> np.ndarray:

@@ -6,6 +6,7 @@ import pytest
 
 from cdt_fast.listing import natural_key
 from cdt_fast.video.data.clips import Clip, find_clips
+from tests.video.clips import refused
 
 
 def make(root: Path, *files: str) -> None:
@@ -61,7 +62,7 @@ def test_known_trees_are_found_below_folders(tmp_path, prefix, clips, files):
     assert found(tmp_path) == [(prefix + clip, split) for clip, split in zip(clips, splits, strict=True)]
 
 
-def test_both_parts_of_ucsd_must_be_chosen_from(tmp_path, refused):
+def test_both_parts_of_ucsd_must_be_chosen_from(tmp_path):
     make(tmp_path, *(f"UCSD/UCSDped{part}/{file}" for part in (1, 2) for file in TREES["UCSD"][1]))
     facts = (str(tmp_path / "UCSD" / "UCSDped1"), str(tmp_path / "UCSD" / "UCSDped2"), "give one of them")
     refused(tmp_path / "UCSD", *facts, by=lambda: find_clips(tmp_path))
@@ -81,7 +82,7 @@ def test_an_annotation_folder_can_still_be_asked_for(tmp_path):
         ([], ("no such file",)),
     ],
 )
-def test_what_holds_no_clips_is_refused(tmp_path, refused, files, facts):
+def test_what_holds_no_clips_is_refused(tmp_path, files, facts):
     make(tmp_path / "set", *files)
     refused(tmp_path / "set", *facts, by=lambda: find_clips(tmp_path / "set"))
 

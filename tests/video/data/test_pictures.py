@@ -16,7 +16,7 @@ from cdt_fast.listing import natural_key
 from cdt_fast.video.data.clips import find_clips, open_source
 from cdt_fast.video.data.pictures import naming_signs
 from cdt_fast.video.data.windows import load_video
-from tests.video.clips import denoised, encode
+from tests.video.clips import denoised, encode, refused, write_folder
 
 
 def color(number: int, height: int = 16, width: int = 24) -> Image.Image:
@@ -47,7 +47,7 @@ def read(path: Path) -> tuple[list[np.ndarray], list[str]]:
         ("tif", "ImageJ=1.53t\nimages=900\nslices=900\n", 900),  # of more than 4 GiB, with no entry for each
     ],
 )
-def test_a_file_of_several_pictures_is_refused(tmp_path, write_folder, refused, suffix, description, count):
+def test_a_file_of_several_pictures_is_refused(tmp_path, suffix, description, count):
     write_folder(tmp_path, count=3)
     pages = [color(number) for number in range(5 if count == 5 else 1)]
     options = {"tiffinfo": {270: description}} if description else {}
@@ -70,7 +70,7 @@ def test_animations_in_a_folder_are_clips(tmp_path):
     assert [len(read(clip.path)[0]) for clip in find_clips(tmp_path)] == [5, 5]
 
 
-def test_pictures_of_other_kinds_are_noted(tmp_path, write_folder):
+def test_pictures_of_other_kinds_are_noted(tmp_path):
     for number in range(3):
         (tmp_path / f"{number}.gif").write_bytes(b"")
         (tmp_path / f"{number}.txt").write_bytes(b"")
@@ -90,21 +90,21 @@ def test_sixteen_bits_a_color_are_read_as_eight_and_noted(tmp_path, pixels):
 
 
 @pytest.mark.parametrize("mode", ["I;16", "I", "F"])
-def test_more_bits_of_gray_are_refused_with_what_to_do(tmp_path, refused, mode):
+def test_more_bits_of_gray_are_refused_with_what_to_do(tmp_path, mode):
     deep = {"I;16": np.uint16, "I": np.int32, "F": np.float32}[mode]
     for number in range(2):
         Image.fromarray(np.full((4, 6), 900, deep)).save(tmp_path / f"{number}.tif")
     refused(tmp_path / "0.tif", f"mode {mode}", "8-bit", "to 0..255", ".npy", by=lambda: read(tmp_path))
 
 
-def test_signed_values_are_refused(tmp_path, refused):
+def test_signed_values_are_refused(tmp_path):
     for number in range(2):
         gray(number).save(tmp_path / f"{number}.tif", tiffinfo={339: 2})
     refused(tmp_path / "0.tif", "signed values", "8-bit", by=lambda: read(tmp_path))
 
 
 @pytest.mark.parametrize("suffix", ["png", "jpg", "tif", "webp"])
-def test_a_picture_that_cannot_be_read_is_no_damaged_video(tmp_path, write_folder, refused, suffix):
+def test_a_picture_that_cannot_be_read_is_no_damaged_video(tmp_path, suffix):
     write_folder(tmp_path, count=4, suffix=suffix)
     broken = tmp_path / f"2.{suffix}"
     broken.write_bytes(broken.read_bytes()[:200])
@@ -249,7 +249,7 @@ def test_names_of_one_whole_sequence_are_not_noted(names):
     assert signs(*names) == []
 
 
-def test_a_gap_is_said_by_training_and_denoising(tmp_path, write_folder):
+def test_a_gap_is_said_by_training_and_denoising(tmp_path):
     folder = write_folder(tmp_path / "clip", count=80)
     (folder / "40.png").unlink()
     (folder / "41.png").unlink()
@@ -258,7 +258,7 @@ def test_a_gap_is_said_by_training_and_denoising(tmp_path, write_folder):
     assert any(said.startswith(note) for said in denoised(folder, tmp_path / "out.mp4")["notes"])
 
 
-def test_names_in_the_notes_of_denoising_do_not_steer_the_terminal(call, trained, write_folder, tmp_path):
+def test_names_in_the_notes_of_denoising_do_not_steer_the_terminal(call, trained, tmp_path):
     folder = write_folder(tmp_path / "clip")
     (folder / "\x1b[2J.gif").touch()
     told = call("denoise", "--run", trained.constrained, folder, tmp_path / "out.mp4").err

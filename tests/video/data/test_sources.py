@@ -18,7 +18,7 @@ from PIL import Image
 from cdt_fast.checks import InputError
 from cdt_fast.video.data.clips import open_source
 from cdt_fast.video.data.source import Excerpt
-from tests.video.clips import encode, moving, plain, tone
+from tests.video.clips import encode, moving, plain, refused, tone, write_folder
 
 
 def read(path: Path) -> list[np.ndarray]:
@@ -92,7 +92,7 @@ def test_a_video_cut_short_is_refused_or_noted(tmp_path, share, name, codec, opt
         assert signs(path)
 
 
-def test_damage_in_the_middle_is_refused(tmp_path, refused, capfd):
+def test_damage_in_the_middle_is_refused(tmp_path, capfd):
     path = write_video(tmp_path / "clip.mp4", count=40, codec="libx264", movflags="faststart")
     data = bytearray(path.read_bytes())
     middle = data.index(b"mdat") + (len(data) - data.index(b"mdat")) // 2
@@ -146,14 +146,14 @@ LISTS = [
     ],
 )
 @pytest.mark.parametrize("name", ["clip.mp4", "notes.txt", "list.m3u8", "list.ffconcat", "colon:name"])
-def test_what_is_no_video_is_refused(tmp_path, refused, write, fact, name):
+def test_what_is_no_video_is_refused(tmp_path, write, fact, name):
     write_video(tmp_path / "neighbor.mp4", codec="libx264")
     write_video(tmp_path / "neighbor.ts", codec="mpeg2video")
     write(tmp_path / name)
     refused(tmp_path / name, fact, by=lambda: read(tmp_path / name))
 
 
-def test_a_video_of_one_frame_or_none_is_refused(tmp_path, refused):
+def test_a_video_of_one_frame_or_none_is_refused(tmp_path):
     path = write_video(tmp_path / "clip.avi", count=1)
     refused(path, "only one frame", "at least 2", by=lambda: read(path))
     data = bytearray(write_video(path, count=3).read_bytes())
@@ -163,7 +163,7 @@ def test_a_video_of_one_frame_or_none_is_refused(tmp_path, refused):
     refused(path, "no frames", "at least 2", by=lambda: read(path))
 
 
-def test_a_video_of_mixed_sizes_is_refused(tmp_path, refused):
+def test_a_video_of_mixed_sizes_is_refused(tmp_path):
     path = tmp_path / "clip.mjpeg"
     pictures: list[bytes] = []
     for size in [(32, 24), (32, 24), (40, 24), (32, 24)]:
@@ -174,7 +174,7 @@ def test_a_video_of_mixed_sizes_is_refused(tmp_path, refused):
 
 
 @pytest.mark.parametrize("suffix", ["tif", "tiff", "jpg", "JPEG", "png", "bmp"])
-def test_a_folder_is_read_in_natural_order(tmp_path, write_folder, suffix):
+def test_a_folder_is_read_in_natural_order(tmp_path, suffix):
     folder = write_folder(tmp_path / "clip", count=11, suffix=suffix)
     for junk in ("._1.png", ".DS_Store", "1.png~", "Thumbs.db", ".hidden.png", "notes.txt"):
         (folder / junk).write_bytes(b"junk")
@@ -194,7 +194,7 @@ def test_pictures_of_any_mode_are_gray_or_rgb(tmp_path, mode):
         assert frame.shape == (4, 6) if expected is None else np.array_equal(frame, expected)
 
 
-def test_a_folder_of_none_one_or_mixed_pictures_is_refused(tmp_path, write_folder, refused):
+def test_a_folder_of_none_one_or_mixed_pictures_is_refused(tmp_path):
     (tmp_path / "readme.txt").write_text("nothing")
     (tmp_path / "._1.png").write_bytes(b"junk")
     refused(tmp_path, "no frames", "png", by=lambda: open_source(tmp_path))
@@ -234,7 +234,7 @@ def test_arrays_are_read(tmp_path, shape):
         (np.array([{"a": 1}] * 4, dtype=object), "cannot be read as a NumPy array"),
     ],
 )
-def test_bad_arrays_are_refused(tmp_path, refused, array, fact):
+def test_bad_arrays_are_refused(tmp_path, array, fact):
     path = tmp_path / "clip.npy"
     np.save(path, array)
     refused(path, fact, by=lambda: read(path))
@@ -334,7 +334,7 @@ def with_cover(path: Path) -> Path:
     return path
 
 
-def test_a_cover_picture_is_not_the_video(tmp_path, refused):
+def test_a_cover_picture_is_not_the_video(tmp_path):
     path = with_cover(write_video(tmp_path / "clip.mp4", count=5))
     with av.open(str(path)) as container:
         assert [stream.codec_context.name for stream in container.streams.video] == ["mjpeg", "mpeg4"]

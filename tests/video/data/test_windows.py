@@ -16,7 +16,7 @@ from cdt_fast.video.data.clips import Clip, open_source
 from cdt_fast.video.data.crops import preprocess
 from cdt_fast.video.data.scenes import demo_clip
 from cdt_fast.video.data.windows import DecodedClip, load_clip, load_video, split_clips
-from tests.video.clips import encode, moving
+from tests.video.clips import encode, moving, refused
 
 
 def lengths(*frames: int, split: Any = None) -> list[DecodedClip]:
@@ -145,7 +145,7 @@ def test_sigma_is_of_the_training_frames_alone(tmp_path):
     assert single.sigma == pytest.approx((clip[:60] / 255.0).std(), rel=1e-12)
 
 
-def test_flat_training_frames_are_refused(tmp_path, refused):
+def test_flat_training_frames_are_refused(tmp_path):
     np.save(tmp_path / "flat.npy", np.full((50, 16, 16), 7, np.uint8))
     refused(Path("flat.npy"), "flat gray", "level 7", by=lambda: load_video(tmp_path / "flat.npy", window=5, size=16))
 
@@ -158,13 +158,13 @@ def test_a_marked_tree(tmp_path):
     assert names == [("training/0.npy", 0), ("training/1.npy", 0), ("testing/0.npy", 0)]
 
 
-def test_a_short_clip_is_told_its_own_frames_where_crops_leave_a_rest(tmp_path, refused):
+def test_a_short_clip_is_told_its_own_frames_where_crops_leave_a_rest(tmp_path):
     save_clips(tmp_path, 60)
     told = "has 60 frames, and dividing it by time needs 5 windows of 16, 80 frames; choose a window of at most 12"
     refused(Path("0.npy"), told, by=lambda: load_video(tmp_path / "0.npy", window=16, size=16, crops=True))
 
 
-def test_the_word_demo_is_the_generated_clip(tmp_path, monkeypatch, refused):
+def test_the_word_demo_is_the_generated_clip(tmp_path, monkeypatch):
     data = load_video("demo", size=32)
     assert data.train.name(0) == ("demo", 0)
     assert (len(data.train), len(data.validation), len(data.test)) == (8, 1, 1)
