@@ -288,15 +288,18 @@ def test_blurred_noise_of_color_is_taken_for_that_too(monkeypatch: pytest.Monkey
     assert min(map(min, found)) > 0.1
 
 
-def test_coarse_noise_of_color_at_half_the_size_is_that_of_a_coder(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_coarse_noise_of_color_at_half_the_size_is_that_of_a_coder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     generator = torch.Generator().manual_seed(0)
     white, coarse = torch.randn(16, 96, 128, generator=generator), torch.randn(16, 1, 24, 32, generator=generator)
     noise = (6 * white + 20 * interpolate(coarse, (96, 128), mode="bilinear")[:, 0])[..., None]
     frames = (128 + noise * torch.tensor([1, -1, 0])).byte().numpy()
     found = []
     monkeypatch.setattr(Denoising, "plane", lambda self, plane, copies, noise, **_: found.append(noise) or plane)
-    for size in (1, 2):  # in a file's colors at full size, and at half
-        list(shipped().frames(frames.repeat(size, 1).repeat(size, 2)))
+    coded = open_source(encode(tmp_path / "half.mkv", frames.repeat(2, 1).repeat(2, 2), "ffv1"))
+    for given in (frames, coded.frames()):  # colors at full size, and at half as in a file
+        list(shipped().frames(given))
     whole, half = found[1], found[4]
     assert half.deviation > 1.3 * whole.deviation
 
