@@ -211,11 +211,11 @@ def outputs_of(linear: nn.Module) -> int:
 
 
 def weight_and_bias(linear: Any) -> tuple[Tensor, Tensor | None]:
-    """Return weight `[V, d]` and bias `[V]` of a linear map, differentiable and gathered where they are sharded."""
+    """Return weight `[V, d]` and bias `[V]` of a linear map; where FSDP2 shards it, only within its call."""
     if hasattr(linear, "base_layer"):
         remedy = "leave it out of target_modules, or train a copy of it with modules_to_save"
         raise InputError(f"the head must have no adapter, as all depths share its weight: {remedy}")
-    weight, bias = (p.full_tensor() if hasattr(p, "full_tensor") else p for p in (linear.weight, linear.bias))
+    weight, bias = linear.weight, linear.bias
     if not weight.is_floating_point() or weight.dim() != 2:
         given = f"{describe(weight)} in {type(linear).__name__}"
         raise InputError(f"the head's weight must be a floating-point matrix, got {given}: do not quantize the head")
