@@ -19,6 +19,7 @@ from cdt_fast import ops
 from cdt_fast.checks import InputError
 from cdt_fast.ops import common, products
 from cdt_fast.ops.lista_step import lista_step_reference
+from tests.ops.battery import OPERATORS, assert_equal, results, variant
 
 
 @pytest.fixture(autouse=True)
@@ -223,28 +224,26 @@ def test_plain_torch_takes_over_a_backward_that_does_not_fit(on_a_card: None, mo
     assert all(map(torch.equal, again, expected))
 
 
-def test_plain_torch_takes_over_both_ways_of_a_denoiser(on_a_card: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    from cdt_fast.kernels import denoising_layer as kernels
+@pytest.mark.parametrize("name", [*OPERATORS, "denoising_layer"])
+def test_plain_torch_takes_over_from_kernels_that_do_not_compile(
+    on_a_card: None, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
 
-    def fail(*_: Any) -> Any:
+    def fail(*arguments: Any, **_: Any) -> Any:
+        calls.append(arguments)
         raise RuntimeError("out of resource: shared memory, Required: 300000, Hardware limit: 101376")
 
-    def denoise(backend: Any) -> list[Tensor]:
-        source = torch.Generator().manual_seed(0)
-        shapes = (2, 5, 4), (2, 5, 4), (4, 6), (6,), (), (), ()
-        leaves = [torch.rand(shape, generator=source).to(torch.bfloat16).requires_grad_() for shape in shapes]
-        with ops.use_backend(backend):
-            tokens, variance = ops.denoising_layer(
-                *leaves[:4], scale=leaves[4], self_bias=leaves[5], sharpness=leaves[6]
-            )
-        return [tokens, variance, *torch.autograd.grad(tokens.square().sum() + variance.sum(), leaves)]
-
-    for name in ("forward", "backward"):
-        monkeypatch.setattr(kernels, name, fail)
-    with pytest.warns(RuntimeWarning, match="denoising_layer runs on plain torch .* out of resource") as warned:
-        found = denoise("auto")
+    case = variant(name).to(torch.bfloat16)
+    kernels = importlib.import_module(f"cdt_fast.kernels.{case.op}")
+    for launcher in {"forward", "backward", "cross_entropy_"} & set(vars(kernels)):
+        monkeypatch.setattr(kernels, launcher, fail)
+    with pytest.warns(RuntimeWarning, match=rf"{case.op} runs on plain torch .* out of resource") as warned:
+        found = results(case)
     assert len(warned) == 1
-    torch.testing.assert_close(found, denoise("torch"))
+    assert len(calls) <= 2  # of all chunks, forward and backward
+    with ops.use_backend("torch"):
+        assert_equal(found, results(case))
 
 
 @pytest.mark.parametrize(("widths", "fits"), [((40, 48, 64), True), ((64, 32, 64), False), ((225, 96, 225), False)])

@@ -1,4 +1,4 @@
-"""The layerwise cross-entropy: its products, the sample, a kernel that does not compile, errors."""
+"""The layerwise cross-entropy: its products, the sample, errors."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from cdt_fast.checks import InputError
-from cdt_fast.ops import common
-from tests.ops.battery import assert_close, assert_equal, build, call, leaves_of, results
+from tests.ops.battery import assert_close, build, call, results
 
 module = importlib.import_module("cdt_fast.ops.layerwise_cross_entropy")  # the name in `ops` is the function
 ALL = ("bias", "weights", "targets of depths")
@@ -99,27 +98,6 @@ def test_a_bound_of_the_tokens_that_count(monkeypatch: pytest.MonkeyPatch, extra
     monkeypatch.undo()
     with pytest.raises(InputError, match=r"hold \d+ tokens that count, more than max_tokens=8"):
         call(case)
-
-
-def test_plain_torch_takes_over_from_a_kernel_that_does_not_compile(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cdt_fast.kernels import layerwise_cross_entropy as kernels
-
-    calls = []
-
-    def cross_entropy_(*arguments: Any, **_: Any) -> None:
-        calls.append(arguments)
-        raise RuntimeError("out of resource: shared memory, Required: 300000, Hardware limit: 101376")
-
-    case = build("layerwise_cross_entropy", chunk_tokens=2)
-    expected = results(case)
-    monkeypatch.setattr(kernels, "cross_entropy_", cross_entropy_)
-    monkeypatch.setattr(common, "choose_backend", lambda *_: "triton")
-    monkeypatch.setattr(common, "interpreting", lambda: False)
-    monkeypatch.setattr(common, "_disabled", set())
-    with pytest.warns(RuntimeWarning, match="layerwise_cross_entropy runs on plain torch .* out of resource"):
-        outputs = call(case, leaves_of(case))
-    assert_equal(outputs, expected[:2])
-    assert len(calls) == 1  # of all chunks
 
 
 # Errors
