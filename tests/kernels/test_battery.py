@@ -36,9 +36,9 @@ from tests.ops.battery import (
     assert_repeats,
     between_nan,
     build,
-    by_formula,
     call,
     differentiate,
+    formula,
     laid_out,
     leaves_of,
     normal,
@@ -271,7 +271,8 @@ def test_attention_to_logits_of_ten_thousand(tokens: int, scale: float, energy: 
     # whatever order a processor sums them.
     for given in (z, z[:1, :1].round().expand_as(z)):
         case.tensors["z"] = given.float().double()
-        found = results(case.to(device, torch.float32)), by_formula(case.to(torch.float32)), by_formula(case)
+        narrow = case.to(torch.float32)
+        found = results(narrow.to(device)), results(narrow, formula), results(case, formula)
         for mine, torchs, true in zip(*found, strict=True):
             errors = [(one.double().cpu() - true).abs().max() for one in (mine, torchs)]
             # A logit rounds by a share of its size. Its gradient is a difference of two sums of five products, which

@@ -182,14 +182,14 @@ def build(op: str, *extras: str, **options: Any) -> Case:
     return Case(op, tensors, options)
 
 
-def call(case: Case, tensors: dict[str, Tensor] | None = None, function: Callable[..., Any] | None = None) -> list[Any]:
-    """The outputs of the public function, or of another with its arguments."""
+def call(case: Case, tensors: dict[str, Tensor] | None = None) -> list[Any]:
+    """The outputs of the public function."""
     given = {**(case.tensors if tensors is None else tensors), **case.options}
-    chosen: Any = function or getattr(ops, case.op)
+    function = getattr(ops, case.op)
     if case.op in LOSSES:
-        found = chosen([given.pop(name) for name in DEPTHS], **given)
+        found = function([given.pop(name) for name in DEPTHS], **given)
         return list(found[:2])
-    found = chosen(**given)
+    found = function(**given)
     return [found] if isinstance(found, Tensor) else [output for output in found if output is not None]
 
 
@@ -436,16 +436,10 @@ def differentiate(
     return [torch.zeros_like(leaf) if each is None else each for leaf, each in zip(leaves, found, strict=True)]
 
 
-def results(case: Case, function: Callable[..., Any] | None = None) -> list[Tensor]:
-    """The outputs, and the gradients of all tensors from all of them."""
+def results(case: Case, function: Callable[..., list[Tensor]] = call) -> list[Tensor]:
+    """The outputs by `call` or by `formula`, and the gradients of all tensors from all of them."""
     leaves = leaves_of(case)
-    outputs = call(case, leaves, function)
-    return [*outputs, *differentiate(outputs, list(leaves.values()))]
-
-
-def by_formula(case: Case) -> list[Tensor]:
-    leaves = leaves_of(case)
-    outputs = formula(case, leaves)
+    outputs = function(case, leaves)
     return [*outputs, *differentiate(outputs, list(leaves.values()))]
 
 
@@ -595,17 +589,6 @@ def assert_padding_reaches_nothing(
         if result.shape[:-1] == padding.shape:
             assert not result[padding].any()
             assert result[~padding].any()
-
-
-def assert_ignored_tokens_take_no_part(name: str, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
-    case = variant(name, leading=(2,), tokens=6)
-    targets = case.options["targets"]
-    expected = results(case.to(device, dtype))
-    shift = case.options["shift"]
-    for depth, each in zip(DEPTHS, [targets] * 3 if isinstance(targets, Tensor) else targets, strict=True):
-        each = torch.nn.functional.pad(each[..., shift:], (0, shift), value=-100)
-        case.tensors[depth][each == -100] = float("nan")
-    assert_equal(results(case.to(device, dtype)), expected)
 
 
 def assert_a_nan_shows_in_its_sample(

@@ -27,7 +27,6 @@ from tests.ops.battery import (
     assert_close,
     assert_equal,
     build,
-    by_formula,
     call,
     differentiate,
     formula,
@@ -164,7 +163,7 @@ def test_logits_of_ten_thousand(dtype: torch.dtype, scale: float, energy: bool) 
     cases = [
         Case("symmetric_attention", {"z": z.to(d)}, {"scale": scale, "energy": energy}) for d in (dtype, torch.float64)
     ]
-    for each in zip(results(cases[0]), by_formula(cases[0]), by_formula(cases[1]), strict=True):
+    for each in zip(results(cases[0]), results(cases[0], formula), results(cases[1], formula), strict=True):
         assert_as_precise("output or gradient", *each, torch.finfo(dtype).eps)
 
 
@@ -174,14 +173,14 @@ def test_scores_too_many_to_hold_are_computed_in_parts(name: str) -> None:
     case = variant(name, leading=(1,), tokens=4200, width=2, atoms=2).to(torch.float32)
     if "lengths" in case.options:
         case.options["lengths"] = torch.tensor([4100])
-    for each in zip(results(case), by_formula(case), by_formula(case.to(torch.float64)), strict=True):
+    for each in zip(results(case), results(case, formula), results(case.to(torch.float64), formula), strict=True):
         assert_as_precise("output or gradient", *each, torch.finfo(torch.float32).eps)
 
 
 @pytest.mark.parametrize("name", ["symmetric_attention", "symmetric_attention with all", "unrolled_layer with all"])
 def test_scores_of_many_narrow_tokens_have_no_sum_with_their_transpose(name: str) -> None:
     case = variant(name, tokens=70, width=2)
-    assert_close(results(case), by_formula(case))
+    assert_close(results(case), results(case, formula))
 
 
 @pytest.mark.parametrize(
