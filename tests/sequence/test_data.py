@@ -85,7 +85,10 @@ def test_imdb_s_tree(tmp_path: Path) -> None:
     data = read_imdb(tmp_path / "aclImdb" / "train")
     assert (data.labels, data.names) == ([0] * 12 + [1] * 12, ["neg", "pos"])
     assert data.texts[10] == "train neg 10. End."  # in natural order
-    assert all(text.startswith("test") for text in read_imdb(tmp_path / "aclImdb" / "test").texts)
+    parts = load_texts(TextDataSettings(source=str(tmp_path / "aclImdb")))
+    assert parts.sizes == {"training texts": 24, "test texts": 24}
+    assert sorted(parts.train.texts + parts.validation.texts) == sorted(data.texts)
+    assert all(text.startswith("test") for text in parts.test.texts)
     last = tmp_path / "aclImdb" / "test" / "pos" / "99_9.txt"
     for content, fact in ((" <br />\n", r"99_9\.txt: 'text' is empty"), (b"\xe9", r"99_9\.txt: cannot be read as UTF")):
         write(last, content)
@@ -305,9 +308,12 @@ def test_instructions_in_alpaca_s_form(tmp_path: Path) -> None:
         ("Wait.", " ", "    return 1\n"),
     ]
     assert splits.num_dropped == 1
-    assert every[0].prompt.endswith("### Instruction:\nAdd.\n\n### Input:\n1 and 2\n\n### Response:\n")
-    assert every[1].prompt.endswith("### Instruction:\nSing. \n\n### Response:\n")
-    assert "Input" not in every[1].prompt + every[2].prompt
+    task = "Below is an instruction that describes a task{}."
+    task += " Write a response that appropriately completes the request.\n\n### Instruction:\n"
+    paired = task.format(", paired with an input that provides further context")
+    assert every[0].prompt == f"{paired}Add.\n\n### Input:\n1 and 2\n\n### Response:\n"
+    assert every[1].prompt == f"{task.format('')}Sing. \n\n### Response:\n"
+    assert every[2].prompt == f"{task.format('')}Wait.\n\n### Response:\n"
 
 
 @pytest.mark.parametrize(("value", "kept"), [(0, "0"), (False, "false"), (None, "")])
