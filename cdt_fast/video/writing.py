@@ -1,6 +1,7 @@
 """Writing frames as a playable video that is shown, and sounds, like the source they come from."""
 
 import errno
+import functools
 import io
 from collections.abc import Iterable, Iterator
 from fractions import Fraction
@@ -112,14 +113,20 @@ def _encoded(stream: Any, frames: Iterable[np.ndarray], source: FrameSource, rat
         yield packet
 
 
+@functools.cache
+def _full_levels() -> np.ndarray:
+    """Return the levels of full range, uint8 `[3, 65536]`, for each of limited range in 16 bits."""
+    least, zero, scale = np.array([[16, 128, 128], [0, 128, 128], [255 / 219, 255 / 224, 255 / 224]])[..., None]
+    return np.rint((np.arange(2**16) / 256 - least) * scale + zero).clip(0, 255).astype(np.uint8)
+
+
 def _yuv(picture: Any, form: str, full: bool) -> Any:
-    """Convert RGB. To full range by way of 16 bits: of 8 FFmpeg takes half a level from both differences of colors."""
+    """Convert RGB. To full range by hand: FFmpeg takes half a level from both differences of colors, each time."""
     av = require("av", "video", "writing video")
     if full:
-        wide = picture.reformat(format="yuv444p16le", dst_color_range=FULL_RANGE, interpolation=_ROUNDED).to_ndarray()
-        # Rounded: 257 of these levels are one of 8 bits; no color, 128 there, is 32768 and not 128 · 257.
-        planes = ((wide + np.array([128, 256, 256], np.uint32)) // 257).astype(np.uint8).transpose(2, 0, 1)
-        converted = av.VideoFrame.from_ndarray(np.ascontiguousarray(planes), format="yuv444p")
+        limited = picture.reformat(format="yuv444p16le", dst_color_range=LIMITED_RANGE).to_ndarray()
+        planes = np.stack([level[limited[..., plane]] for plane, level in enumerate(_full_levels())])
+        converted = av.VideoFrame.from_ndarray(planes, format="yuv444p")
         converted.colorspace, converted.color_range, picture = picture.colorspace, FULL_RANGE, converted
     return picture.reformat(format=form, dst_color_range=1 + full, interpolation=_ROUNDED)
 
